@@ -1,0 +1,24 @@
+"""funcgrad: PyTorch's hidden gradient state, made explicit for JAX."""
+
+from funcgrad.accumulator import GradBuffer, accumulate, mean, merge, total, zero_grad, zeros
+from funcgrad.loss import WeightedLoss
+from funcgrad.train import Steps, TrainState, micro_steps, train_step
+from funcgrad.transform import backward, grad, value_and_grad
+
+__all__ = [
+    "GradBuffer",
+    "Steps",
+    "TrainState",
+    "WeightedLoss",
+    "accumulate",
+    "backward",
+    "grad",
+    "mean",
+    "merge",
+    "micro_steps",
+    "total",
+    "train_step",
+    "value_and_grad",
+    "zero_grad",
+    "zeros",
+]

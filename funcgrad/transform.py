@@ -1,0 +1,241 @@
+"""`value_and_grad` and `grad`, called like JAX's own, over microbatches; `backward`, for microbatches that arrive singly."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+import jax
+
+from funcgrad import accumulator, trees, window
+from funcgrad.accumulator import GradBuffer
+from funcgrad.loops import Loop
+from funcgrad.loss import WeightedLoss, ratio
+from funcgrad.trees import PyTree, Trainable
+from funcgrad.window import Call, MicrobatchOptions, Options
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    num_microbatches: int = 1,
+    microbatch_size: int | None = None,
+    batch_argnums: int | Sequence[int] = 1,
+    in_axes: PyTree = 0,
+    order: str = "strided",
+    key_argnums: int | Sequence[int] = (),
+    aux: PyTree = "mean",
+    trainable: Trainable | None = None,
+    skip_nonfinite: bool = False,
+    dtype: Any = None,
+    loop: Loop = "auto",
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` over microbatches: the same call, the same answer, the activations of one microbatch.
+
+    With microbatches `i`, whose loss is `total_i / weight_i`, the answer is
+
+        value = sum_i total_i / sum_i weight_i,    grads = sum_i d(total_i) / sum_i weight_i,
+
+    which is that of the whole batch, whatever the weights. A function that returns a scalar is taken for the mean over its
+    rows, so its weight is their number. One that returns a `WeightedLoss` says its weight itself.
+
+    Called inside `jax.jit`, it is a loop in the compiled program. Called outside, it runs microbatch after microbatch in
+    Python, as JAX runs any operation there.
+
+    Args:
+      fun: `fun(params, batch, ...)` gives a scalar or a `WeightedLoss`; with `has_aux`, a pair of that and aux.
+      argnums: which positional arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: whether `fun` returns a pair `(loss, aux)`.
+      num_microbatches: how many microbatches; it must divide the rows of the batch. 1 is `jax.value_and_grad` itself.
+      microbatch_size: how many rows each, in place of `num_microbatches`: any batch; the last microbatch may be smaller.
+      batch_argnums: which positional arguments hold the batch. Arguments that are named nowhere, keyword arguments among
+        them, are seen whole by every microbatch.
+      in_axes: which axis of which leaf holds the rows, as in `jax.vmap`: an axis, None for a leaf that every microbatch sees
+        whole, or a pytree prefix with these at its leaves: of the batch argument, or of the tuple of them where
+        `batch_argnums` is a sequence.
+      order: `"strided"`: microbatch i takes rows i, i + N, ..., so that no row of a batch that is sharded over devices moves;
+        `"contiguous"`: it takes the next rows in turn.
+      key_argnums: which positional arguments hold PRNG keys. Each key is folded with the microbatch's index
+        (`jax.random.fold_in`), so each microbatch draws its own numbers; with `num_microbatches=1` it is passed as it is.
+        A typed key that is not named is an error. Keys among the parameters are constants, unless their argument is named.
+      aux: how each leaf of aux is reduced: `"mean"`, weighted like the loss, or `"sum"`, or a pytree prefix of these.
+      trainable: which leaves of the differentiated arguments are trained: a predicate `(path, leaf) -> bool` as for
+        `jax.tree_util.tree_map_with_path`, or a pytree prefix of booleans. The others get None and cost no backward pass.
+      skip_nonfinite: leave out a microbatch whose loss or gradients hold NaN or infinity, numerator and denominator. If none
+        is left, loss and gradients are zeros.
+      dtype: what to accumulate in; None: float32 for narrower floats, else the leaf's own.
+      loop: `"scan"`, `"unroll"`, an integer (how many microbatches a loop body holds), or `"auto"`: inside a trace, unrolled
+        on CPU where the loss holds a convolution, else a scan.
+
+    Returns:
+      A function that is called like `fun` and returns `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The
+      gradients have the structure and the dtypes of the parameters; a leaf that has none (an integer, a boolean, a PRNG key,
+      an object, or one that is not trained) is None.
+
+    Raises:
+      ValueError, TypeError: when an option, the batch or what `fun` returns does not fit; the text says what to do.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, funcgrad as fg
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+      >>> batch = {"x": jnp.eye(4), "y": jnp.arange(4.0)}
+      >>> loss, grads = jax.jit(fg.value_and_grad(loss_fn, num_microbatches=2))({"w": jnp.zeros(4)}, batch)
+      >>> print(loss, grads["w"])
+      3.5 [ 0.  -0.5 -1.  -1.5]
+
+    Reference:
+      `jax.value_and_grad <https://docs.jax.dev/en/latest/_autosummary/jax.value_and_grad.html>`_
+    """
+    settings = Options(
+        argnums=tuple(argnums) if isinstance(argnums, Sequence) else argnums,
+        has_aux=has_aux,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        batch_argnums=batch_argnums,
+        in_axes=in_axes,
+        order=order,
+        key_argnums=key_argnums,
+        aux=aux,
+        trainable=trainable,
+        skip_nonfinite=skip_nonfinite,
+        loop=loop,
+    )
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        call = Call(fun, settings, args, kwargs)
+        if settings.splits or skip_nonfinite:
+            value, aux_value, grads = _in_microbatches(call, dtype)
+        else:
+            value, aux_value, grads = _whole(call)
+        return ((value, aux_value) if has_aux else value), grads
+
+    return value_and_grad_fun
+
+
+def grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **microbatch_options: Unpack[MicrobatchOptions]
+) -> Callable[..., Any]:
+    """`jax.grad` over microbatches: `value_and_grad` without the value.
+
+    Args:
+      fun: as for `value_and_grad`.
+      argnums: as for `value_and_grad`.
+      has_aux: as for `value_and_grad`.
+      **microbatch_options: the keyword options of `value_and_grad`.
+
+    Returns:
+      A function that is called like `fun` and returns the gradients, or `(grads, aux)` with `has_aux`.
+
+    Raises:
+      ValueError, TypeError: as `value_and_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp, funcgrad as fg
+      >>> grad_fn = fg.grad(lambda w, x: jnp.mean(w * x), microbatch_size=2)
+      >>> print(grad_fn(1.0, jnp.array([1.0, 2.0, 6.0])))  # microbatches of 2 and 1 rows
+      3.0
+
+    Reference:
+      `jax.grad <https://docs.jax.dev/en/latest/_autosummary/jax.grad.html>`_
+    """
+    value_and_grad_fun = value_and_grad(fun, argnums, has_aux, **microbatch_options)
+
+    @functools.wraps(fun)
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        value, grads = value_and_grad_fun(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fun
+
+
+def backward(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] = 1,
+    in_axes: PyTree = 0,
+    key_argnums: int | Sequence[int] = (),
+    trainable: Trainable | None = None,
+    skip_nonfinite: bool = False,
+) -> Callable[..., Any]:
+    """PyTorch's `loss.backward()`, with the buffer passed in and handed back: for microbatches that arrive one at a time.
+
+    Args:
+      loss_fn: `loss_fn(params, microbatch, ...)` gives a scalar, which is the mean over the microbatch's rows and weighs as
+        many as it has, or a `WeightedLoss`; with `has_aux`, a pair of that and aux.
+      has_aux: whether `loss_fn` returns a pair `(loss, aux)`.
+      batch_argnums: which arguments hold the rows; `()` where there are none: each call then weighs 1.
+      in_axes: which axis of which leaf holds the rows, as for `value_and_grad`.
+      key_argnums: which arguments hold PRNG keys; each is folded with the number of microbatches that the buffer has seen, so
+        one key serves a whole window.
+      trainable: checked against the buffer, which says what is trained: see `zeros`.
+      skip_nonfinite: leave out a microbatch whose loss or gradients are not finite, and count it in `buffer.skipped`.
+
+    Returns:
+      `(buffer, params, *args, **kwargs) -> (buffer, value)`; `value` is the microbatch's loss, or `(loss, aux)`.
+
+    Raises:
+      ValueError, TypeError: the buffer does not fit the parameters, or as for `value_and_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp, funcgrad as fg
+      >>> params = {"w": jnp.array(2.0)}
+      >>> backward = fg.backward(lambda params, x: jnp.mean(params["w"] * x))
+      >>> buffer = fg.zeros(params)
+      >>> for rows in (jnp.array([1.0, 2.0]), jnp.array([6.0])):
+      ...     buffer, loss = backward(buffer, params, rows)
+      >>> print(fg.mean(buffer)["w"], loss)
+      3.0 12.0
+
+    Reference:
+      `torch.Tensor.backward <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html>`_
+    """
+    settings = Options(
+        has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        in_axes=in_axes,
+        key_argnums=key_argnums,
+        trainable=trainable,
+        skip_nonfinite=skip_nonfinite,
+    )
+
+    @functools.wraps(loss_fn)
+    def backward_fun(buffer: GradBuffer, params: PyTree, *args: Any, **kwargs: Any) -> tuple[GradBuffer, Any]:
+        call = Call(loss_fn, settings, (params, *args), kwargs)
+        mask = window.buffer_mask(buffer, params, trainable, "params")
+        rows = call.read_batch().rows
+        arguments = call.arguments([call.args[number] for number in call.batch_argnums], buffer.count + buffer.skipped)
+        micro = call.differentiate(mask, arguments)
+        weight, scale, keep = window.weigh(micro, rows, skip_nonfinite)
+        value = micro.loss if micro.weight is None else ratio(micro.loss, micro.weight)
+        buffer = accumulator.fold(buffer, micro.grads, weight, scale=scale, keep=keep)
+        return buffer, (value, micro.aux) if has_aux else value
+
+    return backward_fun
+
+
+def _in_microbatches(call: Call, dtype: Any) -> tuple[Any, PyTree, PyTree]:
+    """`(loss, aux, grads)`, accumulated."""
+    batch, params, trainable = call.read_batch(), call.params, call.settings.trainable
+    mask = trees.trainable_mask(params, trainable)
+    buffer = accumulator.zeros(params, dtype=dtype, trainable=trainable)
+    sums, like = window.fold_batch(call, buffer, mask, batch)
+    value, aux = window.read_window(sums, like, call.settings)
+    selected, _ = trees.partition(params, mask)
+    return value, aux, trees.cast_like(accumulator.mean(sums.buffer), selected)
+
+
+def _whole(call: Call) -> tuple[Any, PyTree, PyTree]:
+    """`(loss, aux, grads)` of the batch in one piece: the computation of `jax.value_and_grad`, and nothing else."""
+    mask = trees.trainable_mask(call.params, call.settings.trainable)
+    selected, rest = trees.partition(call.params, mask)
+
+    def scalar(selected: PyTree) -> tuple[Any, PyTree]:
+        loss, aux = call.evaluate(trees.combine(selected, rest), call.args)
+        return (loss.mean() if isinstance(loss, WeightedLoss) else loss), aux
+
+    (value, aux), grads = jax.value_and_grad(scalar, has_aux=True)(selected)
+    return value, aux, grads

@@ -1,0 +1,315 @@
+"""One window: a batch, folded into a buffer microbatch by microbatch. The transforms and the training step share it."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+
+from funcgrad import accumulator, loops, microbatch, options, reducers, trees
+from funcgrad.accumulator import GradBuffer
+from funcgrad.loss import WeightedLoss, ratio, read_loss
+from funcgrad.trees import PyTree, Trainable
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options that say how a batch becomes microbatches; `funcgrad.value_and_grad` describes each."""
+
+    argnums: int | tuple[int, ...] = 0
+    has_aux: bool = False
+    num_microbatches: int = 1
+    microbatch_size: int | None = None
+    batch_argnums: int | Sequence[int] = 1
+    in_axes: PyTree = 0
+    order: str = "strided"
+    key_argnums: int | Sequence[int] = ()
+    aux: PyTree = "mean"
+    trainable: Trainable | None = None
+    skip_nonfinite: bool = False
+    loop: loops.Loop = "auto"
+
+    def __post_init__(self) -> None:
+        num = options.positive_integer("num_microbatches", self.num_microbatches)
+        if self.microbatch_size is not None:
+            options.positive_integer("microbatch_size", self.microbatch_size)
+            if num != 1:
+                raise ValueError(
+                    f"give num_microbatches={num} or microbatch_size={self.microbatch_size}, not both: the one follows from "
+                    "the other and the batch"
+                )
+        options.check_choice("order", self.order, microbatch.ORDERS)
+        reducers.check_reducers(self.aux)
+        loops.check_loop(self.loop)
+        for name in ("argnums", "batch_argnums", "key_argnums"):
+            options.argument_numbers(name, getattr(self, name))
+
+    @property
+    def splits(self) -> bool:
+        """Whether a batch may have to be split; if not, nothing needs to be known of it."""
+        return self.num_microbatches != 1 or self.microbatch_size is not None
+
+
+class MicrobatchOptions(TypedDict, total=False):
+    """The keyword options of `funcgrad.value_and_grad`, for functions that hand them on."""
+
+    num_microbatches: int
+    microbatch_size: int | None
+    batch_argnums: int | Sequence[int]
+    in_axes: PyTree
+    order: str
+    key_argnums: int | Sequence[int]
+    aux: PyTree
+    trainable: Trainable | None
+    skip_nonfinite: bool
+    dtype: Any
+    loop: loops.Loop
+
+
+class Micro(NamedTuple):
+    """What one microbatch gives. All but `grads` and `aux` are `[]`."""
+
+    grads: PyTree
+    loss: Any  # the total of a WeightedLoss, or a mean over the rows
+    weight: Any  # None for a mean over the rows
+    aux: PyTree
+
+
+class Window(NamedTuple):
+    """What is carried from one microbatch to the next. `loss` and `weight`, `[]`, are sums over this batch only."""
+
+    buffer: GradBuffer
+    loss: jax.Array
+    weight: jax.Array
+    aux: list[Any]
+
+
+class Call:
+    """The arguments of one call, by what they are for: parameters, batch, keys, and what every microbatch sees whole.
+
+    Raises:
+      ValueError: an argument number is not there, or one argument has two uses, or a PRNG key has none.
+    """
+
+    def __init__(self, fun: Callable[..., Any], settings: Options, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.fun, self.settings, self.args, self.kwargs = fun, settings, args, kwargs
+        self._rows = 0
+        self.argnums, self.batch_argnums, self.key_argnums = (
+            options.resolve_argument_numbers(name, options.argument_numbers(name, getattr(settings, name)), len(args))
+            for name in ("argnums", "batch_argnums", "key_argnums")
+        )
+        for left, right in (("argnums", "batch_argnums"), ("key_argnums", "batch_argnums")):
+            both = set(getattr(self, left)) & set(getattr(self, right))
+            if both:
+                raise ValueError(
+                    f"argument {min(both)} is named in {left} and in {right}. A batch is split into rows; it can be neither "
+                    "differentiated nor folded as a key"
+                )
+
+    def read_batch(self) -> microbatch.Batch:
+        """The batch arguments, checked; PRNG keys that no option names are refused here.
+
+        With `batch_argnums=()`, where nothing is to be split, the call counts as one row.
+        """
+        numbers, in_axes = self.batch_argnums, self.settings.in_axes
+        if numbers or self.settings.splits:
+            in_axes = (in_axes,) if _is_number(self.settings.batch_argnums) else in_axes
+            batch = microbatch.read_batch([self.args[number] for number in numbers], numbers, in_axes)
+        else:
+            batch = microbatch.Batch([], [], jax.tree.structure(()), 1)
+        self._check_keys(batch)
+        self._rows = batch.rows
+        return batch
+
+    @property
+    def params(self) -> PyTree:
+        """The differentiated argument, or the tuple of them where `argnums` is a sequence."""
+        return self._pick(self.args)
+
+    def evaluate(self, params: PyTree, args: Sequence[Any]) -> tuple[Any, Any]:
+        """`(loss, aux)` of the function, with `params` in their places among `args`."""
+        placed = list(args)
+        values = (params,) if _is_number(self.settings.argnums) else params
+        for number, value in zip(self.argnums, values, strict=True):
+            placed[number] = value
+        try:
+            output = self.fun(*placed, **self.kwargs)
+        except (TypeError, ValueError) as error:
+            self._note_whole_arguments(error)
+            raise
+        return read_loss(output, self.settings.has_aux)
+
+    def differentiate(self, mask: list[bool], args: Sequence[Any]) -> Micro:
+        """Loss and gradients for one microbatch, whose arguments are `args`. What `mask` leaves out is a constant."""
+        selected, rest = trees.partition(self._pick(args), mask)
+
+        def scalar(selected: PyTree) -> tuple[Any, tuple[Any, Any]]:
+            loss, aux = self.evaluate(trees.combine(selected, rest), args)
+            return (loss.total, (loss.weight, aux)) if isinstance(loss, WeightedLoss) else (loss, (None, aux))
+
+        (loss, (weight, aux)), grads = jax.value_and_grad(scalar, has_aux=True)(selected)
+        return Micro(grads, loss, weight, aux)
+
+    def arguments(self, batch_args: Sequence[Any], index: Any) -> list[Any]:
+        """The arguments of one microbatch: its rows, and the keys folded with its index."""
+        args = list(self.args)
+        for number, value in zip(self.batch_argnums, batch_args, strict=True):
+            args[number] = value
+        for number in self.key_argnums:
+            args[number] = fold_keys(args[number], index, f"args[{number}]")
+        return args
+
+    def _pick(self, args: Sequence[Any]) -> PyTree:
+        picked = tuple(args[number] for number in self.argnums)
+        return picked[0] if _is_number(self.settings.argnums) else picked
+
+    def _whole_leaves(self) -> list[tuple[str, Any]]:
+        """The leaves that every microbatch sees whole, other than parameters, keys and batch arguments."""
+        named = {*self.argnums, *self.batch_argnums, *self.key_argnums}
+        whole = [(number, arg) for number, arg in enumerate(self.args) if number not in named]
+        leaves = [pair for number, arg in whole for pair in trees.leaves_with_names(arg, f"args[{number}]")]
+        return [*leaves, *trees.leaves_with_names(self.kwargs, "kwargs")]
+
+    def _note_whole_arguments(self, error: Exception) -> None:
+        """Where the function failed on a microbatch, point at an argument that looks like a part of the batch."""
+        names = [name for name, leaf in self._whole_leaves() if trees.is_array(leaf) and jnp.shape(leaf)[:1] == (self._rows,)]
+        if names:
+            error.add_note(
+                f"funcgrad: {', '.join(names)} has {self._rows} rows, like the batch, but is passed whole to every microbatch. "
+                "If it is a part of the batch, pass it by position and name it in batch_argnums"
+            )
+
+    def _check_keys(self, batch: microbatch.Batch) -> None:
+        """Refuse a typed key that would be the same one for every microbatch."""
+        whole = self._whole_leaves()
+        rows = batch.treedef.unflatten([leaf if axis is None else None for leaf, axis in zip(batch.leaves, batch.axes)])
+        for number, arg in zip(self.batch_argnums, rows, strict=True):
+            whole += trees.leaves_with_names(arg, f"args[{number}]")
+        for name, leaf in whole:
+            if trees.is_key(leaf):
+                raise ValueError(
+                    f"{name} is a PRNG key ({trees.describe(leaf)}), and every microbatch would draw the same numbers from "
+                    "it. Pass it as an argument of its own, by position, and name it: key_argnums=(2,) for the third argument. "
+                    "It is then folded with the microbatch's index"
+                )
+
+
+def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool], batch: microbatch.Batch) -> tuple[Window, Micro]:
+    """Fold the batch of one call into `buffer`.
+
+    Returns:
+      `(window, like)`: the sums, and one microbatch's output or its shapes.
+    """
+    settings = call.settings
+    split = microbatch.split(batch.rows, settings.num_microbatches, settings.microbatch_size, settings.order)
+
+    def step(index: Any) -> Micro:
+        return call.differentiate(mask, call.arguments(batch.microbatch(split, index), index))
+
+    def init(like: Micro) -> Window:
+        dtype = trees.at_least_float32(trees.dtype_of(like.loss))
+        return Window(
+            buffer, jnp.zeros((), dtype), jnp.zeros((), buffer.weight.dtype), reducers.init(settings.aux, like.aux)
+        )
+
+    def fold(window: Window, micro: Micro, index: Any) -> Window:
+        return fold_micro(window, micro, split.size, index, settings)
+
+    window, like = loops.fold_over(step, init, fold, split.num, settings.loop)
+    if split.tail:
+        micro = call.differentiate(mask, call.arguments(batch.tail(split), split.num))
+        window = fold_micro(window, micro, split.tail, split.num, settings)
+    return window, like
+
+
+def weigh(micro: Micro, rows: int, skip_nonfinite: bool) -> tuple[Any, Any, Any]:
+    """`(weight, scale, keep)` with which a microbatch of `rows` rows is folded into a buffer, as `accumulator.fold` takes
+    them: a mean over the rows weighs as many, and its gradient is scaled to that of a total.
+    """
+    weight, scale = (rows, rows) if micro.weight is None else (micro.weight, None)
+    keep = accumulator.all_finite(micro.grads, micro.loss, weight) if skip_nonfinite else None
+    return weight, scale, keep
+
+
+def fold_micro(window: Window, micro: Micro, rows: int, index: Any, settings: Options) -> Window:
+    """Add one microbatch of `rows` rows to the sums."""
+    weight, scale, keep = weigh(micro, rows, settings.skip_nonfinite)
+    loss = jnp.asarray(micro.loss).astype(window.loss.dtype)
+    added = loss if scale is None else loss * scale
+    counted = jnp.asarray(weight).astype(window.weight.dtype)
+    if keep is not None:
+        added, counted = jnp.where(keep, added, 0), jnp.where(keep, counted, 0)
+    return Window(
+        accumulator.fold(window.buffer, micro.grads, weight, scale=scale, keep=keep),
+        window.loss + added,
+        window.weight + counted,
+        reducers.fold(settings.aux, window.aux, micro.aux, weight, index, keep),
+    )
+
+
+def read_window(window: Window, like: Micro, settings: Options) -> tuple[jax.Array, PyTree]:
+    """The loss of this batch, `[]` in the loss's own dtype, and the reduced aux."""
+    loss = ratio(window.loss, window.weight).astype(trees.dtype_of(like.loss))
+    return loss, reducers.finish(settings.aux, window.aux, window.weight, like.aux)
+
+
+def buffer_mask(buffer: GradBuffer, params: PyTree, trainable: Trainable | None, root: str) -> list[bool]:
+    """For each leaf of `params`, whether `buffer` has a place for its gradient: the buffer says what is trained.
+
+    Raises:
+      TypeError: `buffer` is no GradBuffer, or a leaf that it trains has no gradient.
+      ValueError: the buffer is of other parameters, or `trainable` chooses others than it holds.
+    """
+    if not isinstance(buffer, GradBuffer):
+        raise TypeError(f"expected a GradBuffer, from fg.zeros(params); got {trees.describe(buffer)}")
+    trees.check_same_structure(params, buffer.grads, root, "buffer.grads")
+    places = jax.tree.leaves(buffer.grads, is_leaf=trees.is_none)
+    leaves = list(trees.leaves_with_names(params, root, none_is_leaf=True))
+    mask = []
+    for (name, leaf), place in zip(leaves, places, strict=True):
+        if place is not None and not trees.is_differentiable(leaf):
+            raise TypeError(f"the buffer holds a gradient for {name}, which has none: it is {trees.describe(leaf)}")
+        if place is not None and jnp.shape(leaf) != place.shape:
+            raise ValueError(f"the buffer holds {trees.describe(place)} for {name}, which is {trees.describe(leaf)}")
+        if leaf is not None:
+            mask.append(place is not None)
+    if trainable is not None:
+        chosen = trees.trainable_mask(params, trainable, root)
+        names = [name for name, leaf in leaves if leaf is not None]
+        for name, wanted, held in zip(names, chosen, mask, strict=True):
+            if wanted != held:
+                raise ValueError(
+                    f"trainable says {wanted} for {name}, but the buffer was made with {held}. Make the buffer with the same "
+                    "trainable: fg.zeros(params, trainable=...) or fg.TrainState.create(..., trainable=...)"
+                )
+    return mask
+
+
+def fold_keys(argument: PyTree, index: Any, name: str) -> PyTree:
+    """`argument` with each PRNG key in it folded with `index`.
+
+    Raises:
+      ValueError: there is no key in it.
+    """
+    leaves, treedef = jax.tree.flatten(argument)
+    typed = any(map(trees.is_key, leaves))
+
+    def fold(leaf: Any) -> Any:
+        if trees.is_key(leaf) and leaf.shape:
+            return jax.vmap(fold)(leaf)
+        if trees.is_key(leaf):
+            return jax.random.fold_in(leaf, index)
+        if not typed and trees.dtype_of(leaf) == jnp.uint32 and jnp.ndim(leaf) == 1:
+            return jax.random.fold_in(leaf, index)  # a raw key, from jax.random.PRNGKey
+        return leaf
+
+    folded = [fold(leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(folded, leaves, strict=True)):
+        kinds = ", ".join(trees.describe(leaf) for leaf in leaves[:4])
+        raise ValueError(f"key_argnums names {name}, which holds no PRNG key: {kinds or 'no leaf'}")
+    return treedef.unflatten(folded)
+
+
+def _is_number(argnums: Any) -> bool:
+    return not isinstance(argnums, tuple | list)
