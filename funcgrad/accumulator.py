@@ -226,9 +226,7 @@ def all_finite(*parts: PyTree) -> jax.Array:
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]).all() if leaves else jnp.array(True)
 
 
-def check_gradients(
-    buffer: GradBuffer, grads: PyTree, grads_name: str = "grads", buffer_name: str = "the buffer"
-) -> None:
+def check_gradients(buffer: GradBuffer, grads: PyTree, grads_name: str = "grads", buffer_name: str = "the buffer") -> None:
     """Check that `grads` can be added to `buffer`.
 
     Raises:

@@ -8,6 +8,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from funcgrad import options
 from funcgrad.trees import PyTree
@@ -93,7 +94,7 @@ def holds_convolution(jaxpr: jax.extend.core.Jaxpr) -> bool:
 
 def is_staging() -> bool:
     """Whether operations are being recorded (`jax.jit`, `lax.scan`, ...) and not run at once."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    return isinstance(jnp.zeros(()), Tracer)
 
 
 def default_platform() -> str:

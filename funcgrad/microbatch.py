@@ -52,7 +52,7 @@ class Split:
         """The inverse: one array whose rows along `axis` stand in the order of the batch, from one part a microbatch."""
         strided = self.order == "strided"
         even = jnp.stack(parts[: self.num], axis=axis + strided)
-        even = even.reshape(even.shape[:axis] + (self.num * self.size,) + even.shape[axis + 2 :])
+        even = even.reshape(*even.shape[:axis], self.num * self.size, *even.shape[axis + 2 :])
         return jnp.concatenate([even, *parts[self.num :]], axis=axis)
 
     def _even_part(self, leaf: jax.Array, axis: int) -> jax.Array:
@@ -93,10 +93,13 @@ class Batch:
         """The batch arguments of the smaller last microbatch."""
         return self._map(split.take_tail)
 
+    def unsplit(self) -> PyTree:
+        """The batch arguments, with None for the leaves that are split."""
+        kept = [leaf if axis is None else None for leaf, axis in zip(self.leaves, self.axes, strict=True)]
+        return self.treedef.unflatten(kept)
+
     def _map(self, function: Any) -> PyTree:
-        taken = [
-            leaf if axis is None else function(leaf, axis) for leaf, axis in zip(self.leaves, self.axes, strict=True)
-        ]
+        taken = [leaf if axis is None else function(leaf, axis) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
         return self.treedef.unflatten(taken)
 
 
@@ -120,9 +123,7 @@ def read_batch(arguments: Sequence[Any], numbers: Sequence[int], in_axes: Any) -
     treedef = jax.tree.structure(tuple(arguments))
     spread = trees.broadcast_prefix(in_axes, tuple(arguments), "in_axes")
     axes = [_read_axis(name, leaf, axis) for (name, leaf), axis in zip(named, spread, strict=True)]
-    lengths = {
-        name: jnp.shape(leaf)[axis] for (name, leaf), axis in zip(named, axes, strict=True) if axis is not None
-    }
+    lengths = {name: jnp.shape(leaf)[axis] for (name, leaf), axis in zip(named, axes, strict=True) if axis is not None}
     if not lengths:
         raise ValueError(
             f"the batch, argument {', '.join(map(str, numbers))}, has no leaf with a batch axis. Name the arguments that "

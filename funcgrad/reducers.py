@@ -91,11 +91,10 @@ def init(aux: PyTree, like: PyTree) -> list[Any]:
     return [reducer.init(leaf) for reducer, leaf in _with_leaves(aux, like)]
 
 
-def fold(aux: PyTree, running: list[Any], value: PyTree, weight: Any, index: Any, keep: Any) -> list[Any]:
+def fold(aux: PyTree, running: list[Any], value: PyTree, weight: Any, index: Any, *, keep: Any) -> list[Any]:
     """One microbatch more; where `keep` (`[]` boolean or None) is false, the running values stay as they are."""
     folded = [
-        reducer.fold(old, leaf, weight, index)
-        for old, (reducer, leaf) in zip(running, _with_leaves(aux, value), strict=True)
+        reducer.fold(old, leaf, weight, index) for old, (reducer, leaf) in zip(running, _with_leaves(aux, value), strict=True)
     ]
     if keep is None:
         return folded
@@ -104,10 +103,7 @@ def fold(aux: PyTree, running: list[Any], value: PyTree, weight: Any, index: Any
 
 def finish(aux: PyTree, running: list[Any], weight: Any, like: PyTree) -> PyTree:
     """The reduced aux, with the structure of `like`."""
-    results = [
-        reducer.finish(old, weight, leaf)
-        for old, (reducer, leaf) in zip(running, _with_leaves(aux, like), strict=True)
-    ]
+    results = [reducer.finish(old, weight, leaf) for old, (reducer, leaf) in zip(running, _with_leaves(aux, like), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), results)
 
 

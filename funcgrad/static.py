@@ -39,6 +39,10 @@ class StatefulJit:
         arrays, static = _take_apart(state)
         return self._jitted.lower(static, arrays, args, kwargs)
 
+    def num_compilations(self) -> int:
+        """How many programs were compiled so far: one for each set of shapes, dtypes and static leaves."""
+        return self._jitted._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+
     def _run(self, static: _Static | None, arrays: PyTree, args: Any, kwargs: Any) -> tuple[PyTree, Any]:
         state, result = self.__wrapped__(_put_together(arrays, static), *args, **kwargs)
         return _take_apart(state)[0], result

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from funcgrad import accumulator, transform, trees, window
 from funcgrad.accumulator import GradBuffer
@@ -71,7 +73,7 @@ class TrainState:
         selected, _ = trees.partition(params, trees.trainable_mask(params, trainable))
         # The optimizer may keep an array that it was handed, parameters or a learning rate, in its state.
         opt_state = _owned(optimizer.init(selected))
-        return cls(_without_repeats(params), opt_state, buffer, jnp.zeros((), jnp.int32))
+        return _committed_like(params, cls(_without_repeats(params), opt_state, buffer, jnp.zeros((), jnp.int32)))
 
 
 class Steps(NamedTuple):
@@ -159,7 +161,7 @@ def train_step(
         _check_state(state)
         call = Call(loss_fn, settings, (state.params, *args), kwargs)
         mask = window.buffer_mask(state.buffer, state.params, trainable, "params")
-        sums, like = window.fold_batch(call, state.buffer, mask, call.read_batch())
+        sums, like = window.fold_batch(call, state.buffer, mask)
         loss, aux_value = window.read_window(sums, like, settings)
         state = dataclasses.replace(state, buffer=sums.buffer)
         state, metrics = _update(optimizer, state, {"value": loss}, may_be_empty=skip_nonfinite)
@@ -248,11 +250,21 @@ def _update(
     params, step = optax.apply_updates(selected, updates), state.step + 1
     if may_be_empty:
         kept = (selected, state.opt_state, state.step)
-        params, opt_state, step = jax.tree.map(
-            functools.partial(jnp.where, buffer.count > 0), (params, opt_state, step), kept
-        )
-    metrics = {"grad_norm": optax.tree.norm(mean), "weight": buffer.weight, "skipped": buffer.skipped}
-    return TrainState(trees.combine(params, rest), opt_state, accumulator.zero_grad(buffer), step), metrics
+        params, opt_state, step = jax.tree.map(functools.partial(jnp.where, buffer.count > 0), (params, opt_state, step), kept)
+    grad_norm = optax.tree.norm(mean)
+    metrics = {"grad_norm": grad_norm, "weight": buffer.weight, "skipped": buffer.skipped}
+    return TrainState(trees.combine(params, rest), opt_state, _clear(buffer, grad_norm), step), metrics
+
+
+def _clear(buffer: GradBuffer, grad_norm: jax.Array) -> GradBuffer:
+    """`zero_grad(buffer)`, in the memory of the sums, once they are read.
+
+    A constant zero XLA writes whenever it likes, before the sums are read too, which then need a second copy of all
+    gradients (measured with jax 0.10.2 on CPU: 30 MB of temporary memory, not 12, for 19 MB of parameters). So the zero is
+    computed from the norm: a norm is never negative, and NaN is not either, but XLA has to read the sums to know.
+    """
+    never = grad_norm < 0
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(never.astype(leaf.dtype), leaf.shape), buffer)
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -292,6 +304,22 @@ def _owned(tree: PyTree) -> PyTree:
     for index, leaf in enumerate(leaves):
         leaves[index] = _own_array(leaf)
     return treedef.unflatten(leaves)
+
+
+def _committed_like(params: PyTree, state: TrainState) -> TrainState:
+    """`state` with all arrays committed to the devices of `params`, if those are: else the second step compiles anew."""
+    concrete = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
+    committed = [leaf.sharding for leaf in concrete if leaf.committed]
+    if not committed:
+        return state
+    sharding = committed[0]
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def commit(leaf: Any) -> Any:
+        return jax.device_put(leaf, sharding) if isinstance(leaf, jax.Array) and not leaf.committed else leaf
+
+    return jax.tree.map(commit, state)
 
 
 def _without_repeats(tree: PyTree) -> PyTree:

@@ -105,18 +105,20 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        call = Call(fun, settings, args, kwargs)
         if settings.splits or skip_nonfinite:
-            value, aux_value, grads = _in_microbatches(call, dtype)
+            value, aux_value, grads = _in_microbatches(Call(fun, settings, args, kwargs), dtype)
         else:
-            value, aux_value, grads = _whole(call)
+            value, aux_value, grads = _whole(Call(fun, settings, args, kwargs, whole=True))
         return ((value, aux_value) if has_aux else value), grads
 
     return value_and_grad_fun
 
 
 def grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **microbatch_options: Unpack[MicrobatchOptions]
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **microbatch_options: Unpack[MicrobatchOptions],
 ) -> Callable[..., Any]:
     """`jax.grad` over microbatches: `value_and_grad` without the value.
 
@@ -206,10 +208,9 @@ def backward(
     def backward_fun(buffer: GradBuffer, params: PyTree, *args: Any, **kwargs: Any) -> tuple[GradBuffer, Any]:
         call = Call(loss_fn, settings, (params, *args), kwargs)
         mask = window.buffer_mask(buffer, params, trainable, "params")
-        rows = call.read_batch().rows
         arguments = call.arguments([call.args[number] for number in call.batch_argnums], buffer.count + buffer.skipped)
         micro = call.differentiate(mask, arguments)
-        weight, scale, keep = window.weigh(micro, rows, skip_nonfinite)
+        weight, scale, keep = window.weigh(micro, call.batch.rows, skip_nonfinite)
         value = micro.loss if micro.weight is None else ratio(micro.loss, micro.weight)
         buffer = accumulator.fold(buffer, micro.grads, weight, scale=scale, keep=keep)
         return buffer, (value, micro.aux) if has_aux else value
@@ -219,10 +220,10 @@ def backward(
 
 def _in_microbatches(call: Call, dtype: Any) -> tuple[Any, PyTree, PyTree]:
     """`(loss, aux, grads)`, accumulated."""
-    batch, params, trainable = call.read_batch(), call.params, call.settings.trainable
+    params, trainable = call.params, call.settings.trainable
     mask = trees.trainable_mask(params, trainable)
     buffer = accumulator.zeros(params, dtype=dtype, trainable=trainable)
-    sums, like = window.fold_batch(call, buffer, mask, batch)
+    sums, like = window.fold_batch(call, buffer, mask)
     value, aux = window.read_window(sums, like, call.settings)
     selected, _ = trees.partition(params, mask)
     return value, aux, trees.cast_like(accumulator.mean(sums.buffer), selected)

@@ -12,11 +12,12 @@ Trainable = Callable[[tuple[Any, ...], Any], bool] | PyTree
 
 
 def is_none(leaf: Any) -> bool:
+    """Whether `leaf` is None: with it as `is_leaf`, JAX's tree functions take None for a leaf."""
     return leaf is None
 
 
-def dtype_of(leaf: Any) -> np.dtype | None:
-    """The dtype that JAX gives `leaf` (float32 for a float64 NumPy array unless x64 is on); None if it is no array."""
+def dtype_of(leaf: Any) -> Any:
+    """The NumPy dtype that JAX gives `leaf` (float32 for a float64 array unless x64 is on); None if it is no array."""
     if isinstance(leaf, bool | int | float | complex):
         return jnp.result_type(leaf)
     dtype = getattr(leaf, "dtype", None)
@@ -131,9 +132,7 @@ def trainable_mask(params: PyTree, trainable: Trainable | None, root: str = "par
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """`tree` in the dtypes of `like`, whose leaves may be numbers or arrays. None stays None."""
-    return jax.tree.map(
-        lambda leaf, model: leaf if leaf is None else leaf.astype(dtype_of(model)), tree, like, is_leaf=is_none
-    )
+    return jax.tree.map(lambda leaf, model: leaf if leaf is None else leaf.astype(dtype_of(model)), tree, like, is_leaf=is_none)
 
 
 def check_same_structure(expected: PyTree, got: PyTree, expected_name: str, got_name: str) -> None:

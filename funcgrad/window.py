@@ -88,39 +88,45 @@ class Window(NamedTuple):
 class Call:
     """The arguments of one call, by what they are for: parameters, batch, keys, and what every microbatch sees whole.
 
+    Args:
+      fun, settings, args, kwargs: the call.
+      whole: there will be no microbatches, so nothing needs to be known of batch and keys.
+
+    Attributes:
+      batch: the batch arguments, checked; `rows` is 1 where there are none.
+
     Raises:
-      ValueError: an argument number is not there, or one argument has two uses, or a PRNG key has none.
+      ValueError: an argument number is not there, or one argument has two uses, or a PRNG key has none, or as `read_batch`.
     """
 
-    def __init__(self, fun: Callable[..., Any], settings: Options, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        settings: Options,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        whole: bool = False,
+    ):
         self.fun, self.settings, self.args, self.kwargs = fun, settings, args, kwargs
-        self._rows = 0
-        self.argnums, self.batch_argnums, self.key_argnums = (
-            options.resolve_argument_numbers(name, options.argument_numbers(name, getattr(settings, name)), len(args))
-            for name in ("argnums", "batch_argnums", "key_argnums")
-        )
-        for left, right in (("argnums", "batch_argnums"), ("key_argnums", "batch_argnums")):
-            both = set(getattr(self, left)) & set(getattr(self, right))
+        self.argnums = self._numbers("argnums")
+        self.batch_argnums = () if whole else self._numbers("batch_argnums")
+        self.key_argnums = () if whole else self._numbers("key_argnums")
+        self.batch = microbatch.Batch([], [], jax.tree.structure(()), 1)
+        if whole:
+            return
+        for left in ("argnums", "key_argnums"):
+            both = set(getattr(self, left)) & set(self.batch_argnums)
             if both:
                 raise ValueError(
-                    f"argument {min(both)} is named in {left} and in {right}. A batch is split into rows; it can be neither "
-                    "differentiated nor folded as a key"
+                    f"argument {min(both)} is named in {left} and in batch_argnums. A batch is split into rows; it can be "
+                    "neither differentiated nor folded as a key"
                 )
-
-    def read_batch(self) -> microbatch.Batch:
-        """The batch arguments, checked; PRNG keys that no option names are refused here.
-
-        With `batch_argnums=()`, where nothing is to be split, the call counts as one row.
-        """
-        numbers, in_axes = self.batch_argnums, self.settings.in_axes
-        if numbers or self.settings.splits:
-            in_axes = (in_axes,) if _is_number(self.settings.batch_argnums) else in_axes
-            batch = microbatch.read_batch([self.args[number] for number in numbers], numbers, in_axes)
-        else:
-            batch = microbatch.Batch([], [], jax.tree.structure(()), 1)
-        self._check_keys(batch)
-        self._rows = batch.rows
-        return batch
+        if self.batch_argnums or settings.splits:
+            in_axes = (settings.in_axes,) if _is_number(settings.batch_argnums) else settings.in_axes
+            batch_args = [args[number] for number in self.batch_argnums]
+            self.batch = microbatch.read_batch(batch_args, self.batch_argnums, in_axes)
+        self._check_keys()
 
     @property
     def params(self) -> PyTree:
@@ -160,6 +166,10 @@ class Call:
             args[number] = fold_keys(args[number], index, f"args[{number}]")
         return args
 
+    def _numbers(self, name: str) -> tuple[int, ...]:
+        numbers = options.argument_numbers(name, getattr(self.settings, name))
+        return options.resolve_argument_numbers(name, numbers, len(self.args))
+
     def _pick(self, args: Sequence[Any]) -> PyTree:
         picked = tuple(args[number] for number in self.argnums)
         return picked[0] if _is_number(self.settings.argnums) else picked
@@ -173,18 +183,18 @@ class Call:
 
     def _note_whole_arguments(self, error: Exception) -> None:
         """Where the function failed on a microbatch, point at an argument that looks like a part of the batch."""
-        names = [name for name, leaf in self._whole_leaves() if trees.is_array(leaf) and jnp.shape(leaf)[:1] == (self._rows,)]
+        rows = self.batch.rows
+        names = [name for name, leaf in self._whole_leaves() if trees.is_array(leaf) and jnp.shape(leaf)[:1] == (rows,)]
         if names:
             error.add_note(
-                f"funcgrad: {', '.join(names)} has {self._rows} rows, like the batch, but is passed whole to every microbatch. "
+                f"funcgrad: {', '.join(names)} has {rows} rows, like the batch, but is passed whole to every microbatch. "
                 "If it is a part of the batch, pass it by position and name it in batch_argnums"
             )
 
-    def _check_keys(self, batch: microbatch.Batch) -> None:
+    def _check_keys(self) -> None:
         """Refuse a typed key that would be the same one for every microbatch."""
         whole = self._whole_leaves()
-        rows = batch.treedef.unflatten([leaf if axis is None else None for leaf, axis in zip(batch.leaves, batch.axes)])
-        for number, arg in zip(self.batch_argnums, rows, strict=True):
+        for number, arg in zip(self.batch_argnums, self.batch.unsplit(), strict=True):
             whole += trees.leaves_with_names(arg, f"args[{number}]")
         for name, leaf in whole:
             if trees.is_key(leaf):
@@ -195,13 +205,13 @@ class Call:
                 )
 
 
-def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool], batch: microbatch.Batch) -> tuple[Window, Micro]:
+def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool]) -> tuple[Window, Micro]:
     """Fold the batch of one call into `buffer`.
 
     Returns:
       `(window, like)`: the sums, and one microbatch's output or its shapes.
     """
-    settings = call.settings
+    settings, batch = call.settings, call.batch
     split = microbatch.split(batch.rows, settings.num_microbatches, settings.microbatch_size, settings.order)
 
     def step(index: Any) -> Micro:
@@ -209,9 +219,7 @@ def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool], batch: microbat
 
     def init(like: Micro) -> Window:
         dtype = trees.at_least_float32(trees.dtype_of(like.loss))
-        return Window(
-            buffer, jnp.zeros((), dtype), jnp.zeros((), buffer.weight.dtype), reducers.init(settings.aux, like.aux)
-        )
+        return Window(buffer, jnp.zeros((), dtype), jnp.zeros((), buffer.weight.dtype), reducers.init(settings.aux, like.aux))
 
     def fold(window: Window, micro: Micro, index: Any) -> Window:
         return fold_micro(window, micro, split.size, index, settings)
@@ -224,8 +232,9 @@ def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool], batch: microbat
 
 
 def weigh(micro: Micro, rows: int, skip_nonfinite: bool) -> tuple[Any, Any, Any]:
-    """`(weight, scale, keep)` with which a microbatch of `rows` rows is folded into a buffer, as `accumulator.fold` takes
-    them: a mean over the rows weighs as many, and its gradient is scaled to that of a total.
+    """`(weight, scale, keep)`, as `accumulator.fold` takes them, for a microbatch of `rows` rows.
+
+    A mean over the rows weighs as many as there are, and its gradient is scaled to that of a total.
     """
     weight, scale = (rows, rows) if micro.weight is None else (micro.weight, None)
     keep = accumulator.all_finite(micro.grads, micro.loss, weight) if skip_nonfinite else None
@@ -244,7 +253,7 @@ def fold_micro(window: Window, micro: Micro, rows: int, index: Any, settings: Op
         accumulator.fold(window.buffer, micro.grads, weight, scale=scale, keep=keep),
         window.loss + added,
         window.weight + counted,
-        reducers.fold(settings.aux, window.aux, micro.aux, weight, index, keep),
+        reducers.fold(settings.aux, window.aux, micro.aux, weight, index, keep=keep),
     )
 
 
