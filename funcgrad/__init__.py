@@ -2,7 +2,8 @@
 
 from funcgrad.accumulator import GradBuffer, accumulate, mean, merge, total, zero_grad, zeros
 from funcgrad.loss import WeightedLoss
-from funcgrad.train import Steps, TrainState, micro_steps, train_step
+from funcgrad.state import TrainState
+from funcgrad.train import Steps, micro_steps, train_step
 from funcgrad.transform import backward, grad, value_and_grad
 
 __all__ = [

@@ -25,8 +25,13 @@ class StatefulJit:
     """
 
     def __init__(self, function: Callable[..., tuple[PyTree, Any]], *, donate: bool):
-        self.__wrapped__ = function
-        self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=1 if donate else ())
+        def run(static: _Static | None, arrays: PyTree, args: Any, kwargs: Any) -> tuple[PyTree, Any]:
+            state, result = function(_put_together(arrays, static), *args, **kwargs)
+            return _take_apart(state)[0], result
+
+        # The compiled program's name, in logs, profiles and errors.
+        run.__name__, run.__qualname__ = function.__name__, function.__qualname__
+        self._jitted = jax.jit(run, static_argnums=0, donate_argnums=1 if donate else ())
 
     def __call__(self, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, Any]:
         """The function's answer: `(state, result)`."""
@@ -38,14 +43,6 @@ class StatefulJit:
         """As `jax.jit(...).lower`: nothing runs; arguments may be `jax.ShapeDtypeStruct`."""
         arrays, static = _take_apart(state)
         return self._jitted.lower(static, arrays, args, kwargs)
-
-    def num_compilations(self) -> int:
-        """How many programs were compiled so far: one for each set of shapes, dtypes and static leaves."""
-        return self._jitted._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
-
-    def _run(self, static: _Static | None, arrays: PyTree, args: Any, kwargs: Any) -> tuple[PyTree, Any]:
-        state, result = self.__wrapped__(_put_together(arrays, static), *args, **kwargs)
-        return _take_apart(state)[0], result
 
 
 def _take_apart(state: PyTree) -> tuple[PyTree, _Static | None]:

@@ -8,72 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
 from funcgrad import accumulator, transform, trees, window
 from funcgrad.accumulator import GradBuffer
+from funcgrad.call import Call, Options
 from funcgrad.loops import Loop
+from funcgrad.state import TrainState, check_optimizer, check_state
 from funcgrad.static import StatefulJit
 from funcgrad.trees import PyTree, Trainable
-from funcgrad.window import Call, Options
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """All that a training run carries from one step to the next. A pytree; checkpoint it at any point of a window.
-
-    Attributes:
-      params: the parameters, any pytree.
-      opt_state: the optimizer's state, of the trained leaves.
-      buffer: the gradients of the window so far.
-      step: `[]` int32, the updates made.
-    """
-
-    params: PyTree
-    opt_state: PyTree
-    buffer: GradBuffer
-    step: jax.Array
-
-    @classmethod
-    def create(
-        cls,
-        params: PyTree,
-        optimizer: optax.GradientTransformation,
-        *,
-        copy: bool = True,
-        trainable: Trainable | None = None,
-        dtype: Any = None,
-    ) -> "TrainState":
-        """The state before the first step.
-
-        Steps donate their state: its arrays are overwritten in place. `create` therefore copies what it is handed.
-
-        Args:
-          params: any pytree; leaves that are not arrays (functions, strings) are kept as they are.
-          optimizer: any optax transformation. It sees the trained leaves only.
-          copy: False gives `params` away and saves the copy: after the first step its arrays are gone.
-          trainable: which leaves are trained, as for `zeros`. The state says it; the steps follow it.
-          dtype: what gradients are accumulated in, as for `zeros`.
-
-        Raises:
-          TypeError: `optimizer` is no optax transformation, or `dtype` does not fit.
-          ValueError: nothing is trained.
-
-        Example:
-          >>> import jax.numpy as jnp, optax, funcgrad as fg
-          >>> state = fg.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
-          >>> print(state.step, state.buffer.count)
-          0 0
-        """
-        _check_optimizer(optimizer)
-        params = jax.tree.map(_own_array if copy else _as_array, params)
-        buffer = accumulator.zeros(params, dtype=dtype, trainable=trainable)
-        selected, _ = trees.partition(params, trees.trainable_mask(params, trainable))
-        # The optimizer may keep an array that it was handed, parameters or a learning rate, in its state.
-        opt_state = _owned(optimizer.init(selected))
-        return _committed_like(params, cls(_without_repeats(params), opt_state, buffer, jnp.zeros((), jnp.int32)))
 
 
 class Steps(NamedTuple):
@@ -154,11 +96,10 @@ def train_step(
         skip_nonfinite=skip_nonfinite,
         loop=loop,
     )
-    _check_optimizer(optimizer)
+    check_optimizer(optimizer)
 
-    @functools.wraps(loss_fn)
     def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
-        _check_state(state)
+        check_state(state)
         call = Call(loss_fn, settings, (state.params, *args), kwargs)
         mask = window.buffer_mask(state.buffer, state.params, trainable, "params")
         sums, like = window.fold_batch(call, state.buffer, mask)
@@ -212,7 +153,7 @@ def micro_steps(
     Reference:
       `PyTorch, Gradient accumulation <https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation>`_
     """
-    _check_optimizer(optimizer)
+    check_optimizer(optimizer)
     run_backward = transform.backward(
         loss_fn,
         has_aux=has_aux,
@@ -223,14 +164,13 @@ def micro_steps(
         skip_nonfinite=skip_nonfinite,
     )
 
-    @functools.wraps(loss_fn)
     def backward(state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, Any]:
-        _check_state(state)
+        check_state(state)
         buffer, value = run_backward(state.buffer, state.params, *args, **kwargs)
         return dataclasses.replace(state, buffer=buffer), value
 
     def update(state: TrainState, **extra: Any) -> tuple[TrainState, dict[str, Any]]:
-        _check_state(state)
+        check_state(state)
         return _update(optimizer, state, extra, may_be_empty=True)
 
     return Steps(StatefulJit(backward, donate=donate), StatefulJit(update, donate=donate))
@@ -265,71 +205,3 @@ def _clear(buffer: GradBuffer, grad_norm: jax.Array) -> GradBuffer:
     """
     never = grad_norm < 0
     return jax.tree.map(lambda leaf: jnp.broadcast_to(never.astype(leaf.dtype), leaf.shape), buffer)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise TypeError(
-            f"optimizer must be an optax transformation, optax.adam(1e-3) for example; got {trees.describe(optimizer)}"
-        )
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"the first argument of a step must be a TrainState; got {trees.describe(state)}. Make one with "
-            "fg.TrainState.create(params, optimizer)"
-        )
-
-
-def _own_array(leaf: Any) -> Any:
-    """A copy of an array leaf that shares no memory with it, strongly typed, so that the first step compiles for good."""
-    if not trees.is_array(leaf):
-        return leaf
-    copied = jnp.array(leaf, copy=True)
-    return copied if trees.is_key(leaf) else jax.lax.convert_element_type(copied, copied.dtype)
-
-
-def _as_array(leaf: Any) -> Any:
-    if not trees.is_array(leaf) or trees.is_key(leaf):
-        return leaf
-    array = jnp.asarray(leaf)
-    return jax.lax.convert_element_type(array, array.dtype) if array.weak_type else array
-
-
-def _owned(tree: PyTree) -> PyTree:
-    """`tree` with each array copied, one at a time, so that the old ones can go as the new ones come."""
-    leaves, treedef = jax.tree.flatten(tree)
-    del tree
-    for index, leaf in enumerate(leaves):
-        leaves[index] = _own_array(leaf)
-    return treedef.unflatten(leaves)
-
-
-def _committed_like(params: PyTree, state: TrainState) -> TrainState:
-    """`state` with all arrays committed to the devices of `params`, if those are: else the second step compiles anew."""
-    concrete = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
-    committed = [leaf.sharding for leaf in concrete if leaf.committed]
-    if not committed:
-        return state
-    sharding = committed[0]
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-
-    def commit(leaf: Any) -> Any:
-        return jax.device_put(leaf, sharding) if isinstance(leaf, jax.Array) and not leaf.committed else leaf
-
-    return jax.tree.map(commit, state)
-
-
-def _without_repeats(tree: PyTree) -> PyTree:
-    """`tree` with a copy for an array that stands in it twice: an array can be donated only once."""
-    seen: set[int] = set()
-
-    def once(leaf: Any) -> Any:
-        if id(leaf) in seen and trees.is_array(leaf):
-            return _own_array(leaf)
-        seen.add(id(leaf))
-        return leaf
-
-    return jax.tree.map(once, tree)

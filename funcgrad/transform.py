@@ -8,10 +8,10 @@ import jax
 
 from funcgrad import accumulator, trees, window
 from funcgrad.accumulator import GradBuffer
+from funcgrad.call import Call, MicrobatchOptions, Options
 from funcgrad.loops import Loop
 from funcgrad.loss import WeightedLoss, ratio
 from funcgrad.trees import PyTree, Trainable
-from funcgrad.window import Call, MicrobatchOptions, Options
 
 
 def value_and_grad(

@@ -1,5 +1,6 @@
 """Small models for the tests, as pairs of parameters and a loss function, in any dtype; and a hand-written scan beside them."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ def mlp(dtype=jnp.float32, rows=32, inputs=8, width=16, layers=2, classes=10, se
     sizes = [inputs] + [width] * layers + [classes]
     params = [
         {"w": _dense(next(keys), fan_in, fan_out, dtype), "b": jnp.zeros(fan_out, dtype)}
-        for fan_in, fan_out in zip(sizes[:-1], sizes[1:], strict=True)
+        for fan_in, fan_out in itertools.pairwise(sizes)
     ]
     batch = {
         "x": jax.random.normal(next(keys), (rows, inputs), dtype),
@@ -51,7 +52,7 @@ def convolutional(dtype=jnp.float32, rows=32, side=8, channels=(4, 8), classes=1
     sizes = (1, *channels)
     kernels = [
         jax.random.normal(next(keys), (3, 3, fan_in, fan_out), dtype) / np.sqrt(9 * fan_in).astype(dtype)
-        for fan_in, fan_out in zip(sizes[:-1], sizes[1:], strict=True)
+        for fan_in, fan_out in itertools.pairwise(sizes)
     ]
     flat = (side // 2 ** len(channels)) ** 2 * channels[-1]
     params = {"kernels": kernels, "w": _dense(next(keys), flat, classes, dtype)}

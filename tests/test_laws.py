@@ -92,7 +92,9 @@ def test_the_order_of_microbatches_does_not_matter(template, parts, random):
 @given(templates, parts, st.lists(st.integers(0, 2), min_size=6, max_size=6))
 def test_any_grouping_by_merge_does_not_matter(template, parts, groups):
     whole = folded(template, parts)
-    buffers = [folded(template, [part for part, group in zip(parts, groups, strict=False) if group == each]) for each in range(3)]
+    buffers = [
+        folded(template, [part for part, group in zip(parts, groups, strict=False) if group == each]) for each in range(3)
+    ]
     for merged in (
         fg.merge(fg.merge(buffers[0], buffers[1]), buffers[2]),
         fg.merge(buffers[2], fg.merge(buffers[0], buffers[1])),
