@@ -203,7 +203,7 @@ def fold(buffer: GradBuffer, grads: PyTree, weight: Any, *, scale: Any = None, k
         if running is None or grad is None:
             return running
         wide = trees.at_least_float32(running.dtype)
-        grad = grad.astype(wide)
+        grad = jnp.asarray(grad).astype(wide)
         summed = (running.astype(wide) + (grad if scale is None else grad * scale)).astype(running.dtype)
         return summed if keep is None else jnp.where(keep, summed, running)
 

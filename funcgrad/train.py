@@ -12,9 +12,9 @@ import optax
 from funcgrad import accumulator, transform, trees, window
 from funcgrad.accumulator import GradBuffer
 from funcgrad.call import Call, Options
+from funcgrad.jit import JittedStep
 from funcgrad.loops import Loop
 from funcgrad.state import TrainState, check_optimizer, check_state
-from funcgrad.static import StatefulJit
 from funcgrad.trees import PyTree, Trainable
 
 
@@ -27,8 +27,8 @@ class Steps(NamedTuple):
         `extra` goes to the optimizer's `update`, `value=loss` for `optax.contrib.reduce_on_plateau` for example.
     """
 
-    backward: StatefulJit
-    update: StatefulJit
+    backward: JittedStep
+    update: JittedStep
 
 
 def train_step(
@@ -47,7 +47,7 @@ def train_step(
     skip_nonfinite: bool = False,
     loop: Loop = "auto",
     donate: bool = True,
-) -> StatefulJit:
+) -> JittedStep:
     """A jitted training step over a whole batch, in microbatches.
 
     One call is one window: the gradients of the microbatches are added up in `state.buffer`, on top of what it already
@@ -108,7 +108,7 @@ def train_step(
         state, metrics = _update(optimizer, state, {"value": loss}, may_be_empty=skip_nonfinite)
         return state, {"loss": loss, **metrics} | ({"aux": aux_value} if has_aux else {})
 
-    return StatefulJit(step, donate=donate)
+    return JittedStep(step, donate=donate)
 
 
 def micro_steps(
@@ -173,7 +173,7 @@ def micro_steps(
         check_state(state)
         return _update(optimizer, state, extra, may_be_empty=True)
 
-    return Steps(StatefulJit(backward, donate=donate), StatefulJit(update, donate=donate))
+    return Steps(JittedStep(backward, donate=donate), JittedStep(update, donate=donate))
 
 
 def _update(

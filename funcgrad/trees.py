@@ -45,7 +45,7 @@ def is_key(leaf: Any) -> bool:
 
 def at_least_float32(dtype: Any) -> np.dtype:
     """The dtype in which sums of `dtype` are kept: float32 for what is narrower, else `dtype` itself."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.finfo(dtype).bits < 32 else np.dtype(dtype)
+    return np.dtype(np.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
 def real_dtype(dtype: Any) -> np.dtype:

@@ -18,7 +18,7 @@ class _Static:
     treedef: Any
 
 
-class StatefulJit:
+class JittedStep:
     """A jitted `function(state, *args, **kwargs) -> (state, result)`, which may overwrite the state it is given.
 
     Leaves of the state that are not arrays are kept out of the compiled program and put back into the new state.
