@@ -105,7 +105,7 @@ def accumulate(buffer: GradBuffer, grads: PyTree, weight: Any = 1.0, *, skip_non
     """
     _check_buffer(buffer, "accumulate")
     check_gradients(buffer, grads)
-    if not trees.is_array(weight) or jnp.shape(weight) != ():
+    if trees.dtype_of(weight) is None or jnp.shape(weight) != ():
         raise ValueError(f"weight must be a scalar; got {trees.describe(weight)}. Sum it over the microbatch's rows")
     return fold(buffer, grads, weight, keep=all_finite(grads, weight) if skip_nonfinite else None)
 

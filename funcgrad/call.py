@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 
-from funcgrad import loops, microbatch, options, reducers, trees
+from funcgrad import keys, loops, microbatch, options, reducers, trees
 from funcgrad.loss import WeightedLoss, read_loss
 from funcgrad.trees import PyTree, Trainable
 
@@ -113,15 +113,22 @@ class Call:
                     "neither differentiated nor folded as a key"
                 )
         if self.batch_argnums or settings.splits:
-            in_axes = (settings.in_axes,) if _is_number(settings.batch_argnums) else settings.in_axes
-            batch_args = [args[number] for number in self.batch_argnums]
-            self.batch = microbatch.read_batch(batch_args, self.batch_argnums, in_axes)
+            batch = tuple(args[number] for number in self.batch_argnums)
+            if _is_number(settings.batch_argnums):
+                spread = trees.broadcast_prefix(settings.in_axes, batch[0], "in_axes")
+            else:
+                spread = trees.broadcast_prefix(settings.in_axes, batch, "in_axes")
+            self.batch = microbatch.read_batch(batch, self.batch_argnums, spread)
         self._check_keys()
 
     @property
     def params(self) -> PyTree:
         """The differentiated argument, or the tuple of them where `argnums` is a sequence."""
         return self._pick(self.args)
+
+    def split(self, args: Sequence[Any], mask: list[bool]) -> tuple[PyTree, PyTree]:
+        """The parameters among `args`, as the leaves that `mask` chooses and the others."""
+        return trees.partition(self._pick(args), mask)
 
     def evaluate(self, params: PyTree, args: Sequence[Any]) -> tuple[Any, Any]:
         """`(loss, aux)` of the function, with `params` in their places among `args`."""
@@ -138,7 +145,7 @@ class Call:
 
     def differentiate(self, mask: list[bool], args: Sequence[Any]) -> Micro:
         """Loss and gradients for one microbatch, whose arguments are `args`. What `mask` leaves out is a constant."""
-        selected, rest = trees.partition(self._pick(args), mask)
+        selected, rest = self.split(args, mask)
 
         def scalar(selected: PyTree) -> tuple[Any, tuple[Any, Any]]:
             loss, aux = self.evaluate(trees.combine(selected, rest), args)
@@ -153,8 +160,28 @@ class Call:
         for number, value in zip(self.batch_argnums, batch_args, strict=True):
             args[number] = value
         for number in self.key_argnums:
-            args[number] = fold_keys(args[number], index, f"args[{number}]")
+            args[number] = keys.fold_keys(args[number], index, f"args[{number}]")
         return args
+
+    def check_param_keys(self, microbatch_args: Callable[[], Sequence[Any]]) -> None:
+        """Refuse a key among the parameters from which the loss draws: every microbatch would draw the same.
+
+        Args:
+          microbatch_args: gives the arguments of one microbatch; called only if there are keys among the parameters.
+        """
+        unnamed = {number: self.args[number] for number in self.argnums if number not in self.key_argnums}
+
+        def evaluate(unnamed: dict[int, PyTree]) -> Any:
+            args = [unnamed.get(number, arg) for number, arg in enumerate(microbatch_args())]
+            return self.evaluate(self._pick(args), args)
+
+        used = keys.used_keys(evaluate, unnamed, "args")
+        if used:
+            raise ValueError(
+                f"the loss draws random numbers from {used[0]}, a PRNG key among the parameters, and every microbatch would "
+                "draw the same. Pass a key as an argument of its own, named in key_argnums; or name the parameters there, "
+                f"key_argnums={self.argnums[0]}, to fold the keys among them with the microbatch's index"
+            )
 
     def _numbers(self, name: str) -> tuple[int, ...]:
         numbers = options.argument_numbers(name, getattr(self.settings, name))
@@ -193,31 +220,6 @@ class Call:
                     "it. Pass it as an argument of its own, by position, and name it: key_argnums=(2,) for the third argument. "
                     "It is then folded with the microbatch's index"
                 )
-
-
-def fold_keys(argument: PyTree, index: Any, name: str) -> PyTree:
-    """`argument` with each PRNG key in it folded with `index`.
-
-    Raises:
-      ValueError: there is no key in it.
-    """
-    leaves, treedef = jax.tree.flatten(argument)
-    typed = any(map(trees.is_key, leaves))
-
-    def fold(leaf: Any) -> Any:
-        if trees.is_key(leaf) and leaf.shape:
-            return jax.vmap(fold)(leaf)
-        if trees.is_key(leaf):
-            return jax.random.fold_in(leaf, index)
-        if not typed and trees.dtype_of(leaf) == jnp.uint32 and jnp.ndim(leaf) == 1:
-            return jax.random.fold_in(leaf, index)  # a raw key, from jax.random.PRNGKey
-        return leaf
-
-    folded = [fold(leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(folded, leaves, strict=True)):
-        kinds = ", ".join(trees.describe(leaf) for leaf in leaves[:4])
-        raise ValueError(f"key_argnums names {name}, which holds no PRNG key: {kinds or 'no leaf'}")
-    return treedef.unflatten(folded)
 
 
 def _is_number(argnums: Any) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from funcgrad import trees
 from funcgrad.trees import PyTree
@@ -36,6 +37,7 @@ class JittedStep:
     def __call__(self, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, Any]:
         """The function's answer: `(state, result)`."""
         arrays, static = _take_apart(state)
+        _check_alive(arrays)
         arrays, result = self._jitted(static, arrays, args, kwargs)
         return _put_together(arrays, static), result
 
@@ -56,3 +58,13 @@ def _take_apart(state: PyTree) -> tuple[PyTree, _Static | None]:
 
 def _put_together(arrays: PyTree, static: _Static | None) -> PyTree:
     return arrays if static is None else trees.combine(arrays, static.treedef.unflatten(static.leaves))
+
+
+def _check_alive(arrays: PyTree) -> None:
+    """Check that the state was not overwritten: one leaf tells, since a step takes all of them."""
+    leaf = next(iter(jax.tree.leaves(arrays)), None)
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+        raise ValueError(
+            "this state was overwritten by an earlier step, which was given it to reuse its memory. Go on with the state that "
+            "the step returned, or make the step with donate=False"
+        )

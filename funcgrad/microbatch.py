@@ -103,13 +103,13 @@ class Batch:
         return self.treedef.unflatten(taken)
 
 
-def read_batch(arguments: Sequence[Any], numbers: Sequence[int], in_axes: Any) -> Batch:
+def read_batch(arguments: Sequence[Any], numbers: Sequence[int], axes: Sequence[Any]) -> Batch:
     """The batch arguments, checked.
 
     Args:
       arguments: the values of the batch arguments.
       numbers: their places in the call, for errors.
-      in_axes: as in `jax.vmap`: an axis, None, or a pytree prefix of the tuple of arguments with these at its leaves.
+      axes: for each leaf, its batch axis, or None.
 
     Raises:
       TypeError: an axis is neither an integer nor None, or a leaf is no array.
@@ -121,8 +121,7 @@ def read_batch(arguments: Sequence[Any], numbers: Sequence[int], in_axes: Any) -
         for pair in trees.leaves_with_names(argument, f"args[{number}]")
     ]
     treedef = jax.tree.structure(tuple(arguments))
-    spread = trees.broadcast_prefix(in_axes, tuple(arguments), "in_axes")
-    axes = [_read_axis(name, leaf, axis) for (name, leaf), axis in zip(named, spread, strict=True)]
+    axes = [_read_axis(name, leaf, axis) for (name, leaf), axis in zip(named, axes, strict=True)]
     lengths = {name: jnp.shape(leaf)[axis] for (name, leaf), axis in zip(named, axes, strict=True) if axis is not None}
     if not lengths:
         raise ValueError(

@@ -83,6 +83,25 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def check_opt_state(optimizer: optax.GradientTransformation, selected: PyTree, opt_state: PyTree) -> None:
+    """Check that `opt_state` is of `optimizer`, by its structure.
+
+    Raises:
+      ValueError: it is of another.
+    """
+    try:
+        expected = jax.eval_shape(optimizer.init, selected)
+    except Exception:  # an init that cannot be traced is no fault: it ran where the state was made
+        return
+    structures = [jax.tree.structure(tree) for tree in (expected, opt_state)]
+    if structures[0] != structures[1]:
+        expected_text, got_text = (trees.abbreviate(str(structure)) for structure in structures)
+        raise ValueError(
+            "the state's opt_state is not of this optimizer: make state and step with the same one. Expected "
+            f"{expected_text}, got {got_text}"
+        )
+
+
 def check_state(state: Any) -> None:
     """Check that `state` is a `TrainState`.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from funcgrad.accumulator import GradBuffer
 from funcgrad.call import Call, Options
 from funcgrad.jit import JittedStep
 from funcgrad.loops import Loop
-from funcgrad.state import TrainState, check_optimizer, check_state
+from funcgrad.state import TrainState, check_opt_state, check_optimizer, check_state
 from funcgrad.trees import PyTree, Trainable
 
 
@@ -105,7 +106,8 @@ def train_step(
         sums, like = window.fold_batch(call, state.buffer, mask)
         loss, aux_value = window.read_window(sums, like, settings)
         state = dataclasses.replace(state, buffer=sums.buffer)
-        state, metrics = _update(optimizer, state, {"value": loss}, may_be_empty=skip_nonfinite)
+        offered = {"value": loss, "value_fn": functools.partial(window.batch_loss, call, mask)}
+        state, metrics = _update(optimizer, state, offered=offered, may_be_empty=skip_nonfinite)
         return state, {"loss": loss, **metrics} | ({"aux": aux_value} if has_aux else {})
 
     return JittedStep(step, donate=donate)
@@ -171,22 +173,42 @@ def micro_steps(
 
     def update(state: TrainState, **extra: Any) -> tuple[TrainState, dict[str, Any]]:
         check_state(state)
-        return _update(optimizer, state, extra, may_be_empty=True)
+        return _update(optimizer, state, given=extra, may_be_empty=True)
 
     return Steps(JittedStep(backward, donate=donate), JittedStep(update, donate=donate))
 
 
 def _update(
-    optimizer: optax.GradientTransformation, state: TrainState, extra: dict[str, Any], *, may_be_empty: bool
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    *,
+    given: dict[str, Any] | None = None,
+    offered: dict[str, Any] | None = None,
+    may_be_empty: bool,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """One optimizer step with the mean of `state.buffer`, which is then cleared."""
+    """One optimizer step with the mean of `state.buffer`, which is then cleared.
+
+    Args:
+      optimizer, state: as for the steps.
+      given: extra arguments for the optimizer's `update`.
+      offered: extra arguments that it gets if it takes them.
+      may_be_empty: whether nothing may have been folded in; then nothing is updated.
+    """
     buffer = state.buffer
     mask = window.buffer_mask(buffer, state.params, None, "params")
     selected, rest = trees.partition(state.params, mask)
     mean = accumulator.mean(buffer)
     grads = trees.cast_like(mean, selected)
-    update = optax.with_extra_args_support(optimizer).update
-    updates, opt_state = update(grads, state.opt_state, selected, **{"grad": grads, **extra})
+    check_opt_state(optimizer, selected, state.opt_state)
+    accepted = inspect.signature(optimizer.update).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    extra = {name: value for name, value in {"grad": grads, **(offered or {})}.items() if takes_any or name in accepted}
+    try:
+        updates, opt_state = optimizer.update(grads, state.opt_state, selected, **{**extra, **(given or {})})
+    except TypeError as error:
+        if not offered:
+            error.add_note("funcgrad: what the optimizer takes beside gradients is passed to update: update(state, value=loss)")
+        raise
     params, step = optax.apply_updates(selected, updates), state.step + 1
     if may_be_empty:
         kept = (selected, state.opt_state, state.step)

@@ -209,6 +209,7 @@ def backward(
         call = Call(loss_fn, settings, (params, *args), kwargs)
         mask = window.buffer_mask(buffer, params, trainable, "params")
         arguments = call.arguments([call.args[number] for number in call.batch_argnums], buffer.count + buffer.skipped)
+        call.check_param_keys(lambda: arguments)
         micro = call.differentiate(mask, arguments)
         weight, scale, keep = window.weigh(micro, call.batch.rows, skip_nonfinite)
         value = micro.loss if micro.weight is None else ratio(micro.loss, micro.weight)

@@ -27,8 +27,14 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether `jax.jit` takes `leaf` as an argument: an array, a number, a PRNG key."""
-    return isinstance(leaf, jax.Array | np.ndarray) or dtype_of(leaf) is not None
+    """Whether `leaf` is data: an array, a PRNG key, or a number that may be trained.
+
+    A Python boolean or integer is none, though `jax.jit` would take it: in a module it is configuration, which code branches
+    on.
+    """
+    if isinstance(leaf, jax.Array):  # by far the most, in a check that every step makes
+        return True
+    return dtype_of(leaf) is not None and not isinstance(leaf, bool | int)
 
 
 def is_differentiable(leaf: Any) -> bool:
@@ -57,6 +63,12 @@ def describe(leaf: Any) -> str:
     """`float32[8,3]` for an array, the type's name for anything else."""
     dtype = dtype_of(leaf)
     return type(leaf).__name__ if dtype is None else f"{dtype}[{','.join(map(str, jnp.shape(leaf)))}]"
+
+
+def abbreviate(text: str | list[str], limit: int = 300) -> str:
+    """`text`, or a list of names, cut to about `limit` characters, so that a large model does not flood an error."""
+    text = text if isinstance(text, str) else ", ".join(text)
+    return text if len(text) <= limit else text[:limit] + " ..."
 
 
 def leaves_with_names(tree: PyTree, root: str = "", *, none_is_leaf: bool = False) -> Iterator[tuple[str, Any]]:
@@ -93,9 +105,11 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, what: str) -> list[Any]:
             tree,
             is_leaf=is_none,
         )
-    except ValueError as error:
+    except ValueError:
+        places = [name for name, _ in leaves_with_names(tree)]
         raise ValueError(
-            f"{what} must be one entry, or a pytree prefix of {jax.tree.structure(tree)}; got {prefix!r} ({error})"
+            f"{what} must be one entry, or a pytree prefix with an entry for each of {abbreviate(places)}; got "
+            f"{abbreviate(repr(prefix))}"
         ) from None
     return spread
 
@@ -151,5 +165,5 @@ def check_same_structure(expected: PyTree, got: PyTree, expected_name: str, got_
         parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unexpected {', '.join(extra)}"] * bool(extra)
         difference = "; ".join(parts)
     else:
-        difference = f"expected {structures[0]}, got {structures[1]}"
+        difference = f"expected {abbreviate(str(structures[0]))}, got {abbreviate(str(structures[1]))}"
     raise ValueError(f"{got_name} must have the structure of {expected_name}: {difference}")

@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from funcgrad import accumulator, loops, microbatch, reducers, trees
 from funcgrad.accumulator import GradBuffer
 from funcgrad.call import Call, Micro, Options
-from funcgrad.loss import ratio
+from funcgrad.loss import WeightedLoss, ratio
 from funcgrad.trees import PyTree, Trainable
 
 
@@ -30,6 +31,9 @@ def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool]) -> tuple[Window
     settings, batch = call.settings, call.batch
     split = microbatch.split(batch.rows, settings.num_microbatches, settings.microbatch_size, settings.order)
 
+    if split.count > 1:
+        call.check_param_keys(lambda: call.arguments(batch.microbatch(split, 0), 0))
+
     def step(index: Any) -> Micro:
         return call.differentiate(mask, call.arguments(batch.microbatch(split, index), index))
 
@@ -45,6 +49,39 @@ def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool]) -> tuple[Window
         micro = call.differentiate(mask, call.arguments(batch.tail(split), split.num))
         window = fold_micro(window, micro, split.tail, split.num, settings)
     return window, like
+
+
+def batch_loss(call: Call, mask: list[bool], selected: PyTree) -> jax.Array:
+    """The loss of the whole batch, `[]`, at other parameters: `selected`, in place of the leaves that `mask` chooses.
+
+    Like the gradients, it is taken microbatch by microbatch; to differentiate it needs the activations of one, because each
+    is computed again on the way back. Line searches ask for it.
+    """
+    settings, batch = call.settings, call.batch
+    split = microbatch.split(batch.rows, settings.num_microbatches, settings.microbatch_size, settings.order)
+
+    def evaluate(batch_args: PyTree, index: Any, rows: int) -> tuple[Any, Any]:
+        args = call.arguments(batch_args, index)
+        _, rest = call.split(args, mask)
+        loss, _ = call.evaluate(trees.combine(selected, rest), args)
+        return (loss.total, loss.weight) if isinstance(loss, WeightedLoss) else (loss * rows, rows)
+
+    @jax.checkpoint
+    def step(index: Any) -> tuple[jax.Array, jax.Array]:
+        total, weight = evaluate(batch.microbatch(split, index), index, split.size)
+        return jnp.asarray(total), jax.lax.stop_gradient(jnp.asarray(weight))
+
+    def init(like: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros((), trees.at_least_float32(jnp.promote_types(leaf.dtype, np.float32))), like)
+
+    def fold(carry: Any, output: Any, index: Any) -> Any:
+        return jax.tree.map(lambda total, part: total + part.astype(total.dtype), carry, output)
+
+    carry, _ = loops.fold_over(step, init, fold, split.num, settings.loop)
+    if split.tail:
+        tail = evaluate(batch.tail(split), split.num, split.tail)
+        carry = fold(carry, jax.tree.map(jnp.asarray, tail), split.num)
+    return ratio(carry[0], jax.lax.stop_gradient(carry[1]))
 
 
 def weigh(micro: Micro, rows: int, skip_nonfinite: bool) -> tuple[Any, Any, Any]:

@@ -78,7 +78,7 @@ CALLS = {
         {"num_microbatches": 2, "in_axes": {"x": 0}},
         (BATCH,),
         ValueError,
-        r"in_axes must be one entry, or a pytree prefix of",
+        r"in_axes must be one entry, or a pytree prefix with an entry for each of \['x'\], \['y'\]; got {'x': 0}",
     ),
     "no leaf with a batch axis": (
         loss_fn,
@@ -183,7 +183,7 @@ CALLS = {
         {"num_microbatches": 2, "has_aux": True, "aux": {"wrong": "sum"}},
         (BATCH,),
         ValueError,
-        r"aux must be one entry, or a pytree prefix of",
+        r"aux must be one entry, or a pytree prefix with an entry for each of \['correct'\]; got {'wrong': 'sum'}",
     ),
     "a key that is not named": (
         loss_fn,
@@ -281,7 +281,11 @@ class TestTrainable:
         [
             (False, ValueError, r"nothing to train: trainable=False selects nothing. Leaves: params\['b'\]: float32\[\]"),
             (lambda path, leaf: False, ValueError, r"there is nothing to train"),
-            ({"w": True}, ValueError, r"trainable must be one entry, or a pytree prefix of"),
+            (
+                {"w": True},
+                ValueError,
+                r"trainable must be one entry, or a pytree prefix with an entry for each of \['b'\], \['w'\]",
+            ),
             (
                 {"w": True, "b": "yes"},
                 TypeError,
@@ -407,6 +411,36 @@ class TestSteps:
         for call in (step, step.lower, fg.micro_steps(loss_fn, OPTIMIZER).backward):
             with pytest.raises(TypeError, match=r"the first argument of a step must be a TrainState; got dict"):
                 call(PARAMS, BATCH)
+
+    def test_a_state_that_was_overwritten(self):
+        steps = fg.micro_steps(loss_fn, OPTIMIZER)
+        old = fg.TrainState.create(PARAMS, OPTIMIZER)
+        new, _ = steps.backward(old, BATCH)
+        for call in (
+            lambda: steps.backward(old, BATCH),
+            lambda: steps.update(old),
+            lambda: fg.train_step(loss_fn, OPTIMIZER)(old, BATCH),
+        ):
+            with pytest.raises(ValueError, match=r"this state was overwritten by an earlier step.*donate=False"):
+                call()
+        assert steps.update(new)[0].step == 1
+
+    def test_a_state_of_another_optimizer(self):
+        state = fg.TrainState.create(PARAMS, OPTIMIZER)
+        for step, args in (
+            (fg.train_step(loss_fn, optax.sgd(0.1)), (BATCH,)),
+            (fg.micro_steps(loss_fn, optax.sgd(0.1)).update, ()),
+        ):
+            with pytest.raises(ValueError, match=r"the state's opt_state is not of this optimizer"):
+                step(state, *args)
+        assert not state.params["w"].is_deleted()
+
+    def test_an_optimizer_that_needs_more_than_gradients(self):
+        optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+        state = fg.TrainState.create(PARAMS, optimizer)
+        with pytest.raises(TypeError, match="value") as caught:
+            fg.micro_steps(loss_fn, optimizer).update(state)
+        assert "update(state, value=loss)" in "".join(caught.value.__notes__)
 
     def test_an_optimizer_that_is_none(self):
         for make in (fg.train_step, fg.micro_steps):

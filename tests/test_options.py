@@ -22,7 +22,9 @@ def test_argument_numbers():
     assert options.argument_numbers("argnums", [0, np.int32(2)]) == (0, 2)
     assert options.argument_numbers("argnums", ()) == ()
     assert options.resolve_argument_numbers("argnums", (0, -1), 3) == (0, 2)
-    with pytest.raises(ValueError, match=r"argnums names argument 1, but the function was called with 1 positional argument. Pass"):
+    with pytest.raises(
+        ValueError, match=r"argnums names argument 1, but the function was called with 1 positional argument. Pass"
+    ):
         options.resolve_argument_numbers("argnums", (1,), 1)
     with pytest.raises(ValueError, match=r"argnums names argument -4, but the function was called with 3 positional arguments"):
         options.resolve_argument_numbers("argnums", (-4,), 3)

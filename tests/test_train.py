@@ -122,6 +122,56 @@ def _compilations(caplog, name):
     return sum(record.getMessage().startswith(f"Compiling jit({name})") for record in caplog.records)
 
 
+class DropoutModel(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.dropout = nnx.Linear(3, 1, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x, rngs=None, deterministic=None):
+        return self.dropout(self.linear(x), rngs=rngs, deterministic=deterministic)[:, 0]
+
+
+class TestModulesWithTheirOwnKeys:
+    """nnx.Dropout draws from a key inside the module: unseen, that would be one mask for all microbatches."""
+
+    def test_a_key_that_is_used_is_refused(self):
+        model = DropoutModel(nnx.Rngs(0))
+        loss_fn = lambda model, x: jnp.mean(model(x) ** 2)
+        message = r"the loss draws random numbers from args\[0\]\.dropout\.rngs\.key.*key_argnums"
+        for wrap in (lambda fun: fun, jax.jit):
+            with pytest.raises(ValueError, match=message):
+                wrap(fg.grad(loss_fn, num_microbatches=2))(model, rows())
+            with pytest.raises(ValueError, match=message):
+                wrap(fg.backward(loss_fn))(fg.zeros(model), model, rows())
+        with pytest.raises(ValueError, match=message):
+            fg.train_step(loss_fn, OPTIMIZER, num_microbatches=2)(fg.TrainState.create(model, OPTIMIZER), rows())
+
+    def test_a_key_that_is_not_used_passes_through(self):
+        model = DropoutModel(nnx.Rngs(0))
+        loss_fn = jax.jit(lambda model, x: jnp.mean(model(x, deterministic=True) ** 2))
+        got = jax.jit(fg.grad(loss_fn, num_microbatches=2))(model, rows())
+        want = jax.grad(lambda linear: jnp.mean(linear(rows())[:, 0] ** 2))(model.linear)
+        assert relative_difference(got.linear, want) <= FLOAT32_TOLERANCE
+
+    def test_a_key_argument(self):
+        model = DropoutModel(nnx.Rngs(0))
+        loss_fn = lambda model, x, key: (jnp.mean(model(x, rngs=nnx.Rngs(key)) ** 2), (model(x, rngs=nnx.Rngs(key)) == 0) * 1)
+        step = fg.train_step(loss_fn, OPTIMIZER, num_microbatches=2, key_argnums=2, has_aux=True, aux="sum")
+        _, metrics = step(fg.TrainState.create(model, OPTIMIZER), rows(64), jax.random.key(1))
+        assert set(np.unique(metrics["aux"])) == {0, 1, 2}  # equal masks would give 0 and 2 only
+
+
+def test_numbers_that_configure_a_module_stay_numbers():
+    def loss_fn(params, x):
+        assert params["depth"] == 2  # Python branches on it
+        return jnp.mean(params["w"] * x) if params["flag"] else jnp.sum(x)
+
+    params = {"w": 1.0, "flag": True, "depth": 2}
+    step = fg.train_step(loss_fn, OPTIMIZER, num_microbatches=2)
+    state, _ = step(fg.TrainState.create(params, OPTIMIZER), jnp.ones(4))
+    assert (state.params["flag"], state.params["depth"]) == (True, 2)
+    assert isinstance(state.params["w"], jax.Array)
+
+
 class TestTracesOnce:
     @staticmethod
     def _counted():
@@ -343,8 +393,9 @@ class TestOptimizers:
             optax.apply_if_finite(optax.adam(1e-2), 3),
             optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-2)),
             optax.contrib.schedule_free_adamw(1e-2),
+            optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01)),
         ],
-        ids=["multi_steps", "multi_transform", "masked", "apply_if_finite", "noise", "schedule_free"],
+        ids=["multi_steps", "multi_transform", "masked", "apply_if_finite", "noise", "schedule_free", "sam"],
     )
     def test_wrappers(self, optimizer):
         state = fg.TrainState.create(quadratic_params(), optimizer)
@@ -361,6 +412,27 @@ class TestOptimizers:
                 state, _ = steps.backward(state, rows())
                 state, _ = steps.update(state)
         assert relative_difference(state.params, params) <= 1e-4
+
+    @pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 5}])
+    def test_a_line_search_sees_the_loss_of_the_whole_batch(self, options):
+        """L-BFGS evaluates the loss at other parameters: `value_fn`, microbatch by microbatch too."""
+        model, optimizer = models.transformer(), optax.lbfgs(memory_size=3)
+        whole = models.mean_loss(model.loss_fn)
+
+        @jax.jit
+        def hand_written(params, opt_state):
+            value, grad = jax.value_and_grad(whole)(params, model.batch)
+            value_fn = lambda params: whole(params, model.batch)
+            updates, opt_state = optimizer.update(grad, opt_state, params, value=value, grad=grad, value_fn=value_fn)
+            return optax.apply_updates(params, updates), opt_state
+
+        step = fg.train_step(model.loss_fn, optimizer, **options)
+        state = fg.TrainState.create(model.params, optimizer)
+        params, opt_state = model.params, optimizer.init(model.params)
+        for _ in range(4):
+            params, opt_state = hand_written(params, opt_state)
+            state, _ = step(state, model.batch)
+        assert relative_difference(state.params, params) <= 1e-4  # a search amplifies rounding
 
     def test_gradients_come_in_the_dtype_of_the_parameters(self):
         """So the optimizer's state keeps its dtypes, though sums are kept in float32."""
