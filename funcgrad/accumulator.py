@@ -113,7 +113,7 @@ def accumulate(buffer: GradBuffer, grads: PyTree, weight: Any = 1.0, *, skip_non
 def merge(left: GradBuffer, right: GradBuffer) -> GradBuffer:
     """Join two buffers of the same parameters: sums, weights and counts add.
 
-    Accumulating into two buffers and merging them is, beyond rounding, accumulating into one.
+    Accumulating into two buffers and merging them is accumulating into one, but for rounding.
 
     Raises:
       TypeError: one of the two is no buffer.
@@ -136,7 +136,12 @@ def merge(left: GradBuffer, right: GradBuffer) -> GradBuffer:
 
 
 def total(buffer: GradBuffer) -> PyTree:
-    """The sum of the gradients that were added: what PyTorch's `.grad` holds. In the buffer's dtype.
+    """The sum of the gradients that were added, in the buffer's dtype: what PyTorch's `.grad` holds after the same additions.
+
+    `backward` adds the gradient of a microbatch's *total*, so with a loss that is a mean over rows this is the sum over rows.
+
+    Raises:
+      TypeError: `buffer` is no buffer.
 
     Example:
       >>> import jax.numpy as jnp, funcgrad as fg
@@ -151,9 +156,10 @@ def total(buffer: GradBuffer) -> PyTree:
 
 
 def mean(buffer: GradBuffer) -> PyTree:
-    """The gradient of the whole window: the sum over the weight. In the buffer's dtype.
+    """The gradient of the whole window: the sum over the weight.
 
-    `grads / weight`. A window without any weight gives zeros, never NaN; a weight between 0 and 1 divides by itself.
+    `grads / weight`, in the buffer's dtype: float32 for bfloat16 parameters. A window without any weight gives zeros, never
+    NaN; a weight between 0 and 1 divides by itself.
 
     Raises:
       TypeError: `buffer` is no buffer.

@@ -46,7 +46,8 @@ class TrainState:
         Steps donate their state: its arrays are overwritten in place. `create` therefore copies what it is handed.
 
         Args:
-          params: any pytree; leaves that are not arrays (functions, strings) are kept as they are.
+          params: any pytree. Python floats become arrays; what is no data (functions, strings, Python booleans and integers) is
+            kept as it is.
           optimizer: any optax transformation. It sees the trained leaves only.
           copy: False gives `params` away and saves the copy: after the first step its arrays are gone.
           trainable: which leaves are trained, as for `zeros`. The state says it; the steps follow it.

@@ -57,17 +57,18 @@ def train_step(
     Args:
       loss_fn: `loss_fn(params, batch, ...)` gives a scalar or a `WeightedLoss`; with `has_aux`, a pair of that and aux.
       optimizer: the optax transformation that `TrainState.create` was given. It gets gradients in the dtypes of the
-        parameters, and `value=loss, grad=grads` if it takes extra arguments.
+        parameters, and those of `value`, `grad` and `value_fn` that it takes: the loss of the batch, the gradients, and that
+        loss as a function of the parameters, in microbatches too. So line searches and plateaus work.
       num_microbatches, microbatch_size, has_aux, batch_argnums, in_axes, order, key_argnums, aux, loop: as for
-        `value_and_grad`; argument numbers are those of `loss_fn`, so the batch is 1.
+        `value_and_grad`; argument numbers are those of `loss_fn`, so the batch is 1. Keys are folded for one microbatch too.
       trainable: checked against the state, which says what is trained.
       skip_nonfinite: leave out microbatches whose loss or gradients are not finite. If none is left, nothing is updated.
       donate: overwrite the state that is passed in. False keeps it alive, at the price of a copy.
 
     Returns:
       `step(state, batch, ...) -> (state, metrics)`; `step.lower(...)` gives the compiled program's cost and memory, as for
-      `jax.jit`. `metrics` holds `loss` `[]`; `grad_norm` `[]`, the global norm of the mean gradient; `weight` `[]`, the
-      window's; `skipped` `[]` int32; and `aux` with `has_aux`.
+      `jax.jit`. `metrics` holds `loss` `[]`, of this batch; `grad_norm` `[]`, the global norm of the window's mean gradient;
+      `weight` `[]`, the window's; `skipped` `[]` int32; and `aux` with `has_aux`.
 
     Raises:
       ValueError, TypeError: as for `value_and_grad`, before anything is donated: the state stays as it was.
@@ -133,10 +134,11 @@ def micro_steps(
 
     Args:
       loss_fn, optimizer, trainable, skip_nonfinite, donate: as for `train_step`.
-      has_aux, batch_argnums, in_axes, key_argnums: as for `backward`.
+      has_aux, batch_argnums, in_axes, key_argnums: as for `backward`; one key serves a window.
 
     Returns:
-      `Steps(backward, update)`. The metrics of `update` hold `grad_norm`, `weight` and `skipped`, as for `train_step`.
+      `Steps(backward, update)`. The metrics of `update` hold `grad_norm`, `weight` and `skipped`, as for `train_step`; losses
+      come from `backward`.
 
     Raises:
       ValueError, TypeError: as for `train_step`.

@@ -128,7 +128,7 @@ def trainable_mask(params: PyTree, trainable: Trainable | None, root: str = "par
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     if trainable is None:
         chosen = [True] * len(flat)
-    elif callable(trainable):
+    elif callable(trainable) and jax.tree.leaves(trainable) == [trainable]:  # a module of booleans may be callable, too
         chosen = [trainable(path, leaf) for path, leaf in flat]
     else:
         chosen = broadcast_prefix(trainable, params, "trainable")

@@ -152,6 +152,13 @@ class TestModulesWithTheirOwnKeys:
         want = jax.grad(lambda linear: jnp.mean(linear(rows())[:, 0] ** 2))(model.linear)
         assert relative_difference(got.linear, want) <= FLOAT32_TOLERANCE
 
+    def test_trainable_as_a_module_of_booleans(self):
+        model = DropoutModel(nnx.Rngs(0))
+        is_variable = lambda node: isinstance(node, nnx.Variable)
+        trainable = jax.tree.map(lambda variable: isinstance(variable, nnx.Param), model, is_leaf=is_variable)
+        assert callable(trainable)  # and is no predicate
+        assert len(jax.tree.leaves(fg.zeros(model, trainable=trainable).grads)) == 2
+
     def test_a_key_argument(self):
         model = DropoutModel(nnx.Rngs(0))
         loss_fn = lambda model, x, key: (jnp.mean(model(x, rngs=nnx.Rngs(key)) ** 2), (model(x, rngs=nnx.Rngs(key)) == 0) * 1)
