@@ -59,7 +59,7 @@ def relative_difference(left: Network, right: Network) -> float:
 
 
 def temporary_memory(fun: Any, *args: Any) -> str:
-    """What the compiled program of `jax.jit(fun)` needs beside its arguments and its output."""
+    """What the compiled program of `fun`, a jitted function, needs beside its arguments and its output."""
     analysis = fun.lower(*args).compile().memory_analysis()
     return "unknown" if analysis is None else f"{analysis.temp_size_in_bytes / 1e6:.2f} MB"
 

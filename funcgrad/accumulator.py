@@ -12,7 +12,7 @@ from funcgrad.trees import PyTree, Trainable
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # equality of arrays is no boolean
 class GradBuffer:
     """The running sum of gradients that PyTorch keeps in `.grad`, as a value that is passed in and handed back.
 
@@ -89,8 +89,9 @@ def accumulate(buffer: GradBuffer, grads: PyTree, weight: Any = 1.0, *, skip_non
       The new buffer.
 
     Raises:
-      TypeError: `buffer` or `grads` is not what the verb takes, or a leaf is no gradient for its buffer.
-      ValueError: the structure or a shape differs from the buffer's, or `weight` is no scalar.
+      TypeError: `buffer` or `grads` is not what the verb takes, or a leaf is no gradient for its buffer, or `weight` is no real
+        scalar.
+      ValueError: the structure or a shape differs from the buffer's.
 
     Example:
       >>> import jax.numpy as jnp, funcgrad as fg
@@ -104,9 +105,8 @@ def accumulate(buffer: GradBuffer, grads: PyTree, weight: Any = 1.0, *, skip_non
       `torch.Tensor.backward <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html>`_
     """
     _check_buffer(buffer, "accumulate")
-    check_gradients(buffer, grads)
-    if trees.dtype_of(weight) is None or jnp.shape(weight) != ():
-        raise ValueError(f"weight must be a scalar; got {trees.describe(weight)}. Sum it over the microbatch's rows")
+    _check_gradients(buffer, grads)
+    loss.check_real_scalar(weight, "weight", "Sum it over the microbatch's rows", integers=True)
     return fold(buffer, grads, weight, keep=all_finite(grads, weight) if skip_nonfinite else None)
 
 
@@ -128,11 +128,17 @@ def merge(left: GradBuffer, right: GradBuffer) -> GradBuffer:
     """
     _check_buffer(left, "merge")
     _check_buffer(right, "merge")
-    check_gradients(left, right.grads, "the right buffer's grads", "the left buffer")
+    _check_gradients(left, right.grads, "the right buffer's grads", "the left buffer")
     for name, one, other in _pairs(left.grads, right.grads, ""):
         if (one is None) != (other is None):
             raise ValueError(f"both buffers must train the same leaves; only one of the two has grads{name}")
-    return jax.tree.map(jnp.add, left, right)
+    return dataclasses.replace(
+        left,
+        grads=jax.tree.map(jnp.add, left.grads, right.grads),
+        weight=left.weight + right.weight,
+        count=left.count + right.count,
+        skipped=left.skipped + right.skipped,
+    )
 
 
 def total(buffer: GradBuffer) -> PyTree:
@@ -232,7 +238,7 @@ def all_finite(*parts: PyTree) -> jax.Array:
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]).all() if leaves else jnp.array(True)
 
 
-def check_gradients(buffer: GradBuffer, grads: PyTree, grads_name: str = "grads", buffer_name: str = "the buffer") -> None:
+def _check_gradients(buffer: GradBuffer, grads: PyTree, grads_name: str = "grads", buffer_name: str = "the buffer") -> None:
     """Check that `grads` can be added to `buffer`.
 
     Raises:

@@ -1,69 +1,16 @@
-"""One call of a transformed function: its options, and its arguments by what they are for."""
+"""One call of a transformed function: its arguments, by what they are for, and what one microbatch of it gives."""
 
-import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from funcgrad import keys, loops, microbatch, options, reducers, trees
+from funcgrad import checks, keys, microbatch, trees
 from funcgrad.loss import WeightedLoss, read_loss
-from funcgrad.trees import PyTree, Trainable
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options that say how a batch becomes microbatches; `funcgrad.value_and_grad` describes each."""
-
-    argnums: int | tuple[int, ...] = 0
-    has_aux: bool = False
-    num_microbatches: int = 1
-    microbatch_size: int | None = None
-    batch_argnums: int | Sequence[int] = 1
-    in_axes: PyTree = 0
-    order: str = "strided"
-    key_argnums: int | Sequence[int] = ()
-    aux: PyTree = "mean"
-    trainable: Trainable | None = None
-    skip_nonfinite: bool = False
-    loop: loops.Loop = "auto"
-
-    def __post_init__(self) -> None:
-        num = options.positive_integer("num_microbatches", self.num_microbatches)
-        if self.microbatch_size is not None:
-            options.positive_integer("microbatch_size", self.microbatch_size)
-            if num != 1:
-                raise ValueError(
-                    f"give num_microbatches={num} or microbatch_size={self.microbatch_size}, not both: the one follows from "
-                    "the other and the batch"
-                )
-        options.check_choice("order", self.order, microbatch.ORDERS)
-        reducers.check_reducers(self.aux)
-        loops.check_loop(self.loop)
-        for name in ("argnums", "batch_argnums", "key_argnums"):
-            options.argument_numbers(name, getattr(self, name))
-
-    @property
-    def splits(self) -> bool:
-        """Whether a batch may have to be split; if not, nothing needs to be known of it."""
-        return self.num_microbatches != 1 or self.microbatch_size is not None
-
-
-class MicrobatchOptions(TypedDict, total=False):
-    """The keyword options of `funcgrad.value_and_grad`, for functions that hand them on."""
-
-    num_microbatches: int
-    microbatch_size: int | None
-    batch_argnums: int | Sequence[int]
-    in_axes: PyTree
-    order: str
-    key_argnums: int | Sequence[int]
-    aux: PyTree
-    trainable: Trainable | None
-    skip_nonfinite: bool
-    dtype: Any
-    loop: loops.Loop
+from funcgrad.options import Options
+from funcgrad.trees import PyTree
 
 
 class Micro(NamedTuple):
@@ -79,32 +26,30 @@ class Call:
     """The arguments of one call, by what they are for: parameters, batch, keys, and what every microbatch sees whole.
 
     Args:
-      fun, settings, args, kwargs: the call.
+      fun, options, args, kwargs: the call.
       whole: there will be no microbatches, so nothing needs to be known of batch and keys.
 
     Attributes:
-      batch: the batch arguments, checked; `rows` is 1 where there are none.
+      batch: the batch arguments, checked; one row where there are none.
+      split: how the rows are dealt out.
 
     Raises:
-      ValueError: an argument number is not there, or one argument has two uses, or a PRNG key has none, or as `read_batch`.
+      ValueError: an argument number is not there, or one argument has two uses, or as `read_batch` and `microbatch.split`.
     """
 
     def __init__(
         self,
         fun: Callable[..., Any],
-        settings: Options,
+        options: Options,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
         whole: bool = False,
     ):
-        self.fun, self.settings, self.args, self.kwargs = fun, settings, args, kwargs
+        self.fun, self.options, self.args, self.kwargs = fun, options, args, kwargs
         self.argnums = self._numbers("argnums")
         self.batch_argnums = () if whole else self._numbers("batch_argnums")
         self.key_argnums = () if whole else self._numbers("key_argnums")
-        self.batch = microbatch.Batch([], [], jax.tree.structure(()), 1)
-        if whole:
-            return
         for left in ("argnums", "key_argnums"):
             both = set(getattr(self, left)) & set(self.batch_argnums)
             if both:
@@ -112,84 +57,118 @@ class Call:
                     f"argument {min(both)} is named in {left} and in batch_argnums. A batch is split into rows; it can be "
                     "neither differentiated nor folded as a key"
                 )
-        if self.batch_argnums or settings.splits:
-            batch = tuple(args[number] for number in self.batch_argnums)
-            if _is_number(settings.batch_argnums):
-                spread = trees.broadcast_prefix(settings.in_axes, batch[0], "in_axes")
-            else:
-                spread = trees.broadcast_prefix(settings.in_axes, batch, "in_axes")
-            self.batch = microbatch.read_batch(batch, self.batch_argnums, spread)
-        self._check_keys()
+        if whole or not (self.batch_argnums or options.splits):
+            self.batch = microbatch.Batch([], [], jax.tree.structure(()), 1)
+        else:
+            self.batch = self._read_batch()
+        self.split = microbatch.split(self.batch.rows, options.num_microbatches, options.microbatch_size, options.order)
 
     @property
     def params(self) -> PyTree:
         """The differentiated argument, or the tuple of them where `argnums` is a sequence."""
         return self._pick(self.args)
 
-    def split(self, args: Sequence[Any], mask: list[bool]) -> tuple[PyTree, PyTree]:
-        """The parameters among `args`, as the leaves that `mask` chooses and the others."""
-        return trees.partition(self._pick(args), mask)
+    def arguments(self, index: Any) -> list[Any]:
+        """The arguments of microbatch `index`, a number or a traced `[]` integer; the smaller last one is `split.num`."""
+        if self.split.tail and isinstance(index, int) and index == self.split.num:
+            rows = self.batch.tail(self.split)
+        else:
+            rows = self.batch.microbatch(self.split, index)
+        # A key for one microbatch is the key: as without microbatches.
+        return self._place(rows, index if self.split.count > 1 else None)
+
+    def whole_arguments(self, index: Any) -> list[Any]:
+        """The arguments with the batch as it is, being microbatch `index` of a window."""
+        return self._place([self.args[number] for number in self.batch_argnums], index)
 
     def evaluate(self, params: PyTree, args: Sequence[Any]) -> tuple[Any, Any]:
         """`(loss, aux)` of the function, with `params` in their places among `args`."""
         placed = list(args)
-        values = (params,) if _is_number(self.settings.argnums) else params
+        values = (params,) if _is_number(self.options.argnums) else params
         for number, value in zip(self.argnums, values, strict=True):
             placed[number] = value
         try:
             output = self.fun(*placed, **self.kwargs)
         except (TypeError, ValueError) as error:
-            self._note_whole_arguments(error)
+            names = self._looks_like_rows()
+            if names:
+                error.add_note(f"funcgrad: {self._rows_advice(names)}")
             raise
-        return read_loss(output, self.settings.has_aux)
+        return read_loss(output, self.options.has_aux)
+
+    def evaluate_at(self, mask: list[bool], selected: PyTree, args: Sequence[Any]) -> tuple[Any, Any]:
+        """`(loss, aux)` at `selected`, in place of those parameters among `args` that `mask` chooses."""
+        _, rest = trees.partition(self._pick(args), mask)
+        return self.evaluate(trees.combine(selected, rest), args)
 
     def differentiate(self, mask: list[bool], args: Sequence[Any]) -> Micro:
         """Loss and gradients for one microbatch, whose arguments are `args`. What `mask` leaves out is a constant."""
-        selected, rest = self.split(args, mask)
 
         def scalar(selected: PyTree) -> tuple[Any, tuple[Any, Any]]:
-            loss, aux = self.evaluate(trees.combine(selected, rest), args)
+            loss, aux = self.evaluate_at(mask, selected, args)
             return (loss.total, (loss.weight, aux)) if isinstance(loss, WeightedLoss) else (loss, (None, aux))
 
+        selected, _ = trees.partition(self._pick(args), mask)
         (loss, (weight, aux)), grads = jax.value_and_grad(scalar, has_aux=True)(selected)
         return Micro(grads, loss, weight, aux)
 
-    def arguments(self, batch_args: Sequence[Any], index: Any) -> list[Any]:
-        """The arguments of one microbatch: its rows, and the keys folded with its index."""
-        args = list(self.args)
-        for number, value in zip(self.batch_argnums, batch_args, strict=True):
-            args[number] = value
-        for number in self.key_argnums:
-            args[number] = keys.fold_keys(args[number], index, f"args[{number}]")
-        return args
-
-    def check_param_keys(self, microbatch_args: Callable[[], Sequence[Any]]) -> None:
-        """Refuse a key among the parameters from which the loss draws: every microbatch would draw the same.
+    def check_keys(self, microbatch_args: Callable[[], Sequence[Any]]) -> None:
+        """Refuse a typed key from which every microbatch would draw the same numbers.
 
         Args:
-          microbatch_args: gives the arguments of one microbatch; called only if there are keys among the parameters.
+          microbatch_args: gives the arguments of one microbatch; called only if there are keys among the parameters, which
+            are refused only if the loss draws from them.
         """
-        unnamed = {number: self.args[number] for number in self.argnums if number not in self.key_argnums}
+        whole = self._whole_leaves()
+        for number, arg in zip(self.batch_argnums, self.batch.unsplit(), strict=True):
+            whole += trees.leaves_with_names(arg, f"args[{number}]")
+        shared = [f"{name} is a PRNG key ({trees.describe(leaf)})" for name, leaf in whole if trees.is_key(leaf)]
+        if not shared:
+            unnamed = {number: self.args[number] for number in self.argnums if number not in self.key_argnums}
 
-        def evaluate(unnamed: dict[int, PyTree]) -> Any:
-            args = [unnamed.get(number, arg) for number, arg in enumerate(microbatch_args())]
-            return self.evaluate(self._pick(args), args)
+            def evaluate(unnamed: dict[int, PyTree]) -> Any:
+                args = [unnamed.get(number, arg) for number, arg in enumerate(microbatch_args())]
+                return self.evaluate(self._pick(args), args)
 
-        used = keys.used_keys(evaluate, unnamed, "args")
-        if used:
+            used = keys.used_keys(evaluate, unnamed, "args")
+            shared = [f"the loss draws from {name}, a PRNG key among the parameters" for name in used]
+        if shared:
             raise ValueError(
-                f"the loss draws random numbers from {used[0]}, a PRNG key among the parameters, and every microbatch would "
-                "draw the same. Pass a key as an argument of its own, named in key_argnums; or name the parameters there, "
-                f"key_argnums={self.argnums[0]}, to fold the keys among them with the microbatch's index"
+                f"{shared[0]}, and every microbatch would draw the same numbers from it. Pass a key as an argument of its own, "
+                "by position, and name it: key_argnums=(2,) for the third argument. It is then folded with the microbatch's "
+                "index"
             )
 
+    def warn_of_whole_rows(self) -> None:
+        """Warn of an argument that looks like a part of the batch, where no shape would tell: rows come singly."""
+        names = self._looks_like_rows() if 1 in (self.split.size, self.split.tail) else []
+        if names:
+            warnings.warn(self._rows_advice(names), UserWarning, stacklevel=3)
+
+    def _read_batch(self) -> microbatch.Batch:
+        batch, in_axes = tuple(self.args[number] for number in self.batch_argnums), self.options.in_axes
+        if _is_number(self.options.batch_argnums):
+            axes = trees.broadcast_prefix(in_axes, batch[0], "in_axes")
+        else:
+            axes = trees.broadcast_prefix(tuple(in_axes) if isinstance(in_axes, list) else in_axes, batch, "in_axes")
+        return microbatch.read_batch(batch, self.batch_argnums, axes)
+
     def _numbers(self, name: str) -> tuple[int, ...]:
-        numbers = options.argument_numbers(name, getattr(self.settings, name))
-        return options.resolve_argument_numbers(name, numbers, len(self.args))
+        numbers = checks.argument_numbers(name, getattr(self.options, name))
+        return checks.resolve_argument_numbers(name, numbers, len(self.args))
 
     def _pick(self, args: Sequence[Any]) -> PyTree:
         picked = tuple(args[number] for number in self.argnums)
-        return picked[0] if _is_number(self.settings.argnums) else picked
+        return picked[0] if _is_number(self.options.argnums) else picked
+
+    def _place(self, batch_args: Sequence[Any], index: Any) -> list[Any]:
+        """The arguments with `batch_args` for the batch, and the keys folded with `index`, unless it is None."""
+        args = list(self.args)
+        for number, value in zip(self.batch_argnums, batch_args, strict=True):
+            args[number] = value
+        for number in self.key_argnums if index is not None else ():
+            args[number] = keys.fold_keys(args[number], index, f"args[{number}]")
+        return args
 
     def _whole_leaves(self) -> list[tuple[str, Any]]:
         """The leaves that every microbatch sees whole, other than parameters, keys and batch arguments."""
@@ -198,29 +177,17 @@ class Call:
         leaves = [pair for number, arg in whole for pair in trees.leaves_with_names(arg, f"args[{number}]")]
         return [*leaves, *trees.leaves_with_names(self.kwargs, "kwargs")]
 
-    def _note_whole_arguments(self, error: Exception) -> None:
-        """Where the function failed on a microbatch, point at an argument that looks like a part of the batch."""
-        rows = self.batch.rows
-        names = [name for name, leaf in self._whole_leaves() if trees.is_array(leaf) and jnp.shape(leaf)[:1] == (rows,)]
-        if names:
-            error.add_note(
-                f"funcgrad: {', '.join(names)} has {rows} rows, like the batch, but is passed whole to every microbatch. "
-                "If it is a part of the batch, pass it by position and name it in batch_argnums"
-            )
+    def _looks_like_rows(self) -> list[str]:
+        """The names of whole leaves that are as long as the batch; none where the batch is not split."""
+        leaves = self._whole_leaves() if self.split.count > 1 else []
+        return [name for name, leaf in leaves if trees.is_array(leaf) and jnp.shape(leaf)[:1] == (self.batch.rows,)]
 
-    def _check_keys(self) -> None:
-        """Refuse a typed key that would be the same one for every microbatch."""
-        whole = self._whole_leaves()
-        for number, arg in zip(self.batch_argnums, self.batch.unsplit(), strict=True):
-            whole += trees.leaves_with_names(arg, f"args[{number}]")
-        for name, leaf in whole:
-            if trees.is_key(leaf):
-                raise ValueError(
-                    f"{name} is a PRNG key ({trees.describe(leaf)}), and every microbatch would draw the same numbers from "
-                    "it. Pass it as an argument of its own, by position, and name it: key_argnums=(2,) for the third argument. "
-                    "It is then folded with the microbatch's index"
-                )
+    def _rows_advice(self, names: list[str]) -> str:
+        return (
+            f"{trees.abbreviate(names)} has {self.batch.rows} rows, like the batch, but is passed whole to every microbatch. "
+            "If it is a part of the batch, pass it by position and name it in batch_argnums"
+        )
 
 
 def _is_number(argnums: Any) -> bool:
-    return not isinstance(argnums, tuple | list)
+    return not isinstance(argnums, Sequence)

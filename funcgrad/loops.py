@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from funcgrad import options
+from funcgrad import checks
 from funcgrad.trees import PyTree
 
 LOOPS = ("auto", "scan", "unroll")
@@ -24,9 +24,9 @@ def check_loop(loop: Any) -> Loop:
       ValueError: it is neither one of the names nor an integer of at least 1.
     """
     if isinstance(loop, str) or not isinstance(loop, int | np.integer) or isinstance(loop, bool):
-        options.check_choice("loop", loop, LOOPS, ", or an integer, the microbatches in a loop body")
+        checks.check_choice("loop", loop, LOOPS, ", or an integer, the microbatches in a loop body")
         return loop
-    return options.positive_integer("loop", loop)
+    return checks.positive_integer("loop", loop)
 
 
 def fold_over(
@@ -67,9 +67,15 @@ def fold_over(
     if loop == "unroll" or num == 1:
         for index in range(num):
             carry, _ = body(carry, np.int32(index))
-    else:
-        unroll = 1 if loop == "scan" else int(loop)
-        carry, _ = lax.scan(body, carry, jnp.arange(num, dtype=jnp.int32), unroll=min(unroll, num))
+        return carry, like
+    unroll = min(num, 1 if loop == "scan" else int(loop))
+    try:
+        carry, _ = lax.scan(body, carry, jnp.arange(num, dtype=jnp.int32), unroll=unroll)
+    except TypeError:
+        # Inside jax.shard_map the zeros that a carry begins with are alike on all devices, and the sums over a device's own
+        # rows are not, which are two types to a scan. After one step the carry has the second.
+        carry, _ = body(carry, np.int32(0))
+        carry, _ = lax.scan(body, carry, jnp.arange(1, num, dtype=jnp.int32), unroll=unroll)
     return carry, like
 
 

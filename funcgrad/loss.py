@@ -10,7 +10,7 @@ from funcgrad import trees
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # equality of arrays is no boolean
 class WeightedLoss:
     """A loss as the ratio of two sums over the rows of a microbatch.
 
@@ -41,7 +41,7 @@ class WeightedLoss:
 
     def mean(self) -> jax.Array:
         """`total / weight`, `[]`; zero where the weight is zero."""
-        return ratio(self.total, jax.lax.stop_gradient(self.weight))
+        return ratio(self.total, jax.lax.stop_gradient(jnp.asarray(self.weight)))
 
 
 def ratio(total: Any, weight: Any) -> jax.Array:
@@ -52,7 +52,7 @@ def ratio(total: Any, weight: Any) -> jax.Array:
     total = jnp.asarray(total)
     # In bfloat16 a weight of 257 rounds to 256, so the division is done at least in float32.
     wide = trees.at_least_float32(total.dtype)
-    weight = jnp.asarray(weight).astype(trees.real_dtype(wide))
+    weight = jnp.asarray(weight).astype(wide)
     empty = weight == 0
     quotient = total.astype(wide) / jnp.where(empty, 1, weight)
     return jnp.where(empty, 0, quotient).astype(total.dtype)
@@ -65,7 +65,7 @@ def read_loss(output: Any, has_aux: bool) -> tuple[Any, Any]:
       TypeError: the output does not fit `has_aux`, or the loss is not a real scalar or a `WeightedLoss` of two.
     """
     if has_aux:
-        if not isinstance(output, tuple) or len(output) != 2:
+        if not isinstance(output, tuple | list) or len(output) != 2:
             raise TypeError(
                 f"with has_aux=True the loss function must return a pair (loss, aux); got {_kind(output)}. "
                 "Return a pair, or leave has_aux out"
@@ -79,19 +79,21 @@ def read_loss(output: Any, has_aux: bool) -> tuple[Any, Any]:
             )
         loss, aux = output, None
     if isinstance(loss, WeightedLoss):
-        _check_real_scalar(loss.total, "WeightedLoss.total", "Sum it over the rows", integers=False)
-        _check_real_scalar(loss.weight, "WeightedLoss.weight", "Sum it over the rows", integers=True)
+        check_real_scalar(loss.total, "WeightedLoss.total", "Sum it over the rows", integers=False)
+        check_real_scalar(loss.weight, "WeightedLoss.weight", "Sum it over the rows", integers=True)
+        loss = WeightedLoss(loss.total, jax.lax.stop_gradient(jnp.asarray(loss.weight)))
     else:
         advice = "Return a mean over the rows, or fg.WeightedLoss(total, weight)"
-        _check_real_scalar(loss, "the loss", advice, integers=False)
+        check_real_scalar(loss, "the loss", advice, integers=False)
     return loss, aux
 
 
-def _kind(output: Any) -> str:
-    return f"a tuple of {len(output)}" if isinstance(output, tuple) else trees.describe(output)
+def check_real_scalar(value: Any, name: str, advice: str, *, integers: bool) -> None:
+    """Check that `value` is a floating scalar, or with `integers` any real one; `advice` ends the error's text.
 
-
-def _check_real_scalar(value: Any, name: str, advice: str, *, integers: bool) -> None:
+    Raises:
+      TypeError: it is not.
+    """
     dtype = trees.dtype_of(value)
     real = dtype is not None and (
         jnp.issubdtype(dtype, jnp.floating)
@@ -99,3 +101,7 @@ def _check_real_scalar(value: Any, name: str, advice: str, *, integers: bool) ->
     )
     if not real or jnp.shape(value) != ():
         raise TypeError(f"{name} must be a real scalar, float32[] for example; got {trees.describe(value)}. {advice}")
+
+
+def _kind(output: Any) -> str:
+    return f"a {type(output).__name__} of {len(output)}" if isinstance(output, tuple | list) else trees.describe(output)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from funcgrad import trees
@@ -36,17 +37,23 @@ class Split:
 
     def take(self, leaf: Any, axis: int, index: Any) -> jax.Array:
         """The rows of microbatch `index`, a number or a traced `[]` integer below `num`, along `axis` of `leaf`."""
-        leaf = self._even_part(jnp.asarray(leaf), axis)
+        strided = self.order == "strided"
+        if isinstance(index, int):
+            start, stop, step = (
+                (index, self.num * self.size, self.num) if strided else (index * self.size, (index + 1) * self.size, 1)
+            )
+            return _slice(leaf, axis, start, stop, step)
+        leaf = jnp.asarray(leaf)
+        leaf = lax.slice_in_dim(leaf, 0, self.num * self.size, axis=axis) if self.tail else leaf
         # Two axes in place of one is free; which of the two is indexed is the order. Slicing inside the loop needs no
         # transposed copy of the batch, as a scan over a reshaped one would for strided rows.
-        strided = self.order == "strided"
         dealt = (self.size, self.num) if strided else (self.num, self.size)
         leaf = leaf.reshape(leaf.shape[:axis] + dealt + leaf.shape[axis + 1 :])
         return lax.dynamic_index_in_dim(leaf, index, axis + strided, keepdims=False)
 
     def take_tail(self, leaf: Any, axis: int) -> jax.Array:
         """The last `tail` rows along `axis` of `leaf`."""
-        return lax.slice_in_dim(jnp.asarray(leaf), self.num * self.size, self.rows, axis=axis)
+        return _slice(leaf, axis, self.num * self.size, self.rows, 1)
 
     def join(self, parts: Sequence[Any], axis: int) -> jax.Array:
         """The inverse: one array whose rows along `axis` stand in the order of the batch, from one part a microbatch."""
@@ -54,9 +61,6 @@ class Split:
         even = jnp.stack(parts[: self.num], axis=axis + strided)
         even = even.reshape(*even.shape[:axis], self.num * self.size, *even.shape[axis + 2 :])
         return jnp.concatenate([even, *parts[self.num :]], axis=axis)
-
-    def _even_part(self, leaf: jax.Array, axis: int) -> jax.Array:
-        return lax.slice_in_dim(leaf, 0, self.num * self.size, axis=axis) if self.tail else leaf
 
 
 def split(rows: int, num_microbatches: int, microbatch_size: int | None, order: str) -> Split:
@@ -124,8 +128,9 @@ def read_batch(arguments: Sequence[Any], numbers: Sequence[int], axes: Sequence[
     axes = [_read_axis(name, leaf, axis) for (name, leaf), axis in zip(named, axes, strict=True)]
     lengths = {name: jnp.shape(leaf)[axis] for (name, leaf), axis in zip(named, axes, strict=True) if axis is not None}
     if not lengths:
+        where = ", ".join(f"args[{number}]" for number in numbers) or "no argument"
         raise ValueError(
-            f"the batch, argument {', '.join(map(str, numbers))}, has no leaf with a batch axis. Name the arguments that "
+            f"the batch ({where}) has no leaf with a batch axis. Name the arguments that "
             "hold rows in batch_argnums, and the axis of each in in_axes"
         )
     first = next(iter(lengths))
@@ -140,10 +145,17 @@ def read_batch(arguments: Sequence[Any], numbers: Sequence[int], axes: Sequence[
     return Batch([leaf for _, leaf in named], axes, treedef, lengths[first])
 
 
+def _slice(leaf: Any, axis: int, start: int, stop: int, step: int) -> jax.Array:
+    """Rows of `leaf`. Of a NumPy array only these go to the device."""
+    if isinstance(leaf, np.ndarray):
+        return jnp.asarray(leaf[(slice(None),) * axis + (slice(start, stop, step),)])
+    return lax.slice_in_dim(leaf, start, stop, step, axis)
+
+
 def _read_axis(name: str, leaf: Any, axis: Any) -> int | None:
     if axis is None:
         return None
-    if not isinstance(axis, int) or isinstance(axis, bool):
+    if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
         raise TypeError(f"in_axes must hold integers and None, as for jax.vmap; got {axis!r} for {name}")
     whole = "Give in_axes=None for a leaf that every microbatch sees whole"
     if not trees.is_array(leaf):
@@ -153,4 +165,4 @@ def _read_axis(name: str, leaf: Any, axis: Any) -> int | None:
         raise ValueError(f"a leaf of the batch must have a batch axis; {name} is a scalar, {trees.describe(leaf)}. {whole}")
     if not -ndim <= axis < ndim:
         raise ValueError(f"in_axes gives axis {axis} for {name}, which is {trees.describe(leaf)}. {whole}")
-    return axis % ndim
+    return int(axis) % ndim

@@ -1,62 +1,64 @@
-"""Checks of option values: what was expected, what came, and what is allowed."""
+"""The options of a transform over microbatches, checked."""
 
-import operator
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
+
+from funcgrad import checks, loops, microbatch, reducers
+from funcgrad.trees import PyTree, Trainable
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[str], also: str = "") -> None:
-    """Check that `value` is one of `allowed`; `also` describes what else was accepted before this call.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options that say how a batch becomes microbatches; `funcgrad.value_and_grad` describes each."""
 
-    Raises:
-      ValueError: it is not; the allowed values are listed.
-    """
-    if not isinstance(value, str) or value not in allowed:
-        choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{name} must be one of {choices}{also}; got {value!r}")
+    argnums: int | tuple[int, ...] = 0
+    has_aux: bool = False
+    num_microbatches: int = 1
+    microbatch_size: int | None = None
+    batch_argnums: int | Sequence[int] = 1
+    in_axes: PyTree = 0
+    order: str = "strided"
+    key_argnums: int | Sequence[int] = ()
+    aux: PyTree = "mean"
+    trainable: Trainable | None = None
+    skip_nonfinite: bool = False
+    loop: loops.Loop = "auto"
 
+    def __post_init__(self) -> None:
+        num, size = checks.positive_integer("num_microbatches", self.num_microbatches), self.microbatch_size
+        if size is not None:
+            size = checks.positive_integer("microbatch_size", size)
+            if num != 1:
+                raise ValueError(
+                    f"give num_microbatches={num} or microbatch_size={size}, not both: the one follows from the other and the "
+                    "batch"
+                )
+        object.__setattr__(self, "num_microbatches", num)
+        object.__setattr__(self, "microbatch_size", size)
+        checks.check_choice("order", self.order, microbatch.ORDERS)
+        reducers.check_reducers(self.aux)
+        loops.check_loop(self.loop)
+        for name in ("argnums", "batch_argnums", "key_argnums"):
+            checks.argument_numbers(name, getattr(self, name))
 
-def positive_integer(name: str, value: Any) -> int:
-    """`value` as an int of at least 1.
-
-    Raises:
-      TypeError: it is no integer (a float or a boolean is none).
-      ValueError: it is below 1.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, at least 1; got {value!r}") from None
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, at least 1; got {value!r}")
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1; got {value!r}")
-    return number
-
-
-def argument_numbers(name: str, value: Any) -> tuple[int, ...]:
-    """`value`, an argument's number or a sequence of them, as a tuple.
-
-    Raises:
-      TypeError: it is neither.
-    """
-    try:
-        numbers = value if isinstance(value, tuple | list) else (value,)
-        return tuple(operator.index(number) for number in numbers)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer or a sequence of integers; got {value!r}") from None
+    @property
+    def splits(self) -> bool:
+        """Whether a batch may have to be split; if not, nothing needs to be known of it."""
+        return self.num_microbatches != 1 or self.microbatch_size is not None
 
 
-def resolve_argument_numbers(name: str, numbers: tuple[int, ...], num_args: int) -> tuple[int, ...]:
-    """Argument numbers counted from the front, for a call with `num_args` positional arguments.
+class MicrobatchOptions(TypedDict, total=False):
+    """The keyword options of `funcgrad.value_and_grad`, for functions that hand them on."""
 
-    Raises:
-      ValueError: one of them is not there.
-    """
-    for number in numbers:
-        if not -num_args <= number < num_args:
-            raise ValueError(
-                f"{name} names argument {number}, but the function was called with {num_args} positional "
-                f"argument{'s' * (num_args != 1)}. Pass that argument by position, or set {name}"
-            )
-    return tuple(number % num_args for number in numbers)
+    num_microbatches: int
+    microbatch_size: int | None
+    batch_argnums: int | Sequence[int]
+    in_axes: PyTree
+    order: str
+    key_argnums: int | Sequence[int]
+    aux: PyTree
+    trainable: Trainable | None
+    skip_nonfinite: bool
+    dtype: Any
+    loop: loops.Loop

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from funcgrad import loss, options, trees
+from funcgrad import checks, loss, trees
 from funcgrad.trees import PyTree
 
 
@@ -16,7 +16,7 @@ class Reducer(NamedTuple):
     Attributes:
       init: `(leaf) -> running`: the value before the first microbatch; `leaf` tells shape and dtype only.
       fold: `(running, leaf, weight, index) -> running`: one microbatch more.
-      finish: `(running, weight, leaf) -> result`: from the running value and the window's weight, in the leaf's dtype.
+      finish: `(running, leaf, weight) -> result`: from the running value and the window's weight.
     """
 
     init: Callable[[Any], Any]
@@ -29,24 +29,28 @@ def _zeros(leaf: Any) -> Any:
 
 
 def _sum_dtype(leaf: Any) -> Any:
+    """At least 32 bits, as in `jnp.sum`; booleans are counted."""
     dtype = trees.dtype_of(leaf)
-    return trees.at_least_float32(dtype) if trees.is_differentiable(leaf) else jnp.promote_types(dtype, jnp.int32)
+    if trees.is_differentiable(leaf):
+        return trees.at_least_float32(dtype)
+    return jnp.promote_types(dtype, jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
 
 
 def _add_weighted(running: Any, leaf: Any, weight: Any, index: Any) -> Any:
     weight = jnp.asarray(weight).astype(trees.real_dtype(running.dtype))
-    return running + jnp.asarray(leaf).astype(running.dtype) * weight
+    # What a microbatch without weight says does not count, not even NaN, its mean over nothing.
+    return running + jnp.where(weight == 0, 0, jnp.asarray(leaf).astype(running.dtype) * weight)
 
 
 def _add(running: Any, leaf: Any, weight: Any, index: Any) -> Any:
     return running + jnp.asarray(leaf).astype(running.dtype)
 
 
-def _divide(running: Any, weight: Any, leaf: Any) -> Any:
+def _divide(running: Any, leaf: Any, weight: Any) -> Any:
     return loss.ratio(running, weight).astype(trees.dtype_of(leaf))
 
 
-def _sum(running: Any, weight: Any, leaf: Any) -> Any:
+def _sum(running: Any, leaf: Any, weight: Any) -> Any:
     return running.astype(trees.dtype_of(leaf)) if trees.is_differentiable(leaf) else running
 
 
@@ -63,7 +67,7 @@ def check_reducers(aux: PyTree) -> None:
       ValueError: one of them is unknown; the known ones are listed.
     """
     for name, entry in trees.leaves_with_names(aux, "aux", none_is_leaf=True):
-        options.check_choice(name, entry, tuple(REDUCERS), ", or aux a pytree prefix of these")
+        checks.check_choice(name, entry, tuple(REDUCERS), ", or aux a pytree prefix of these")
 
 
 def check_aux(aux: PyTree, like: PyTree) -> None:
@@ -86,13 +90,22 @@ def check_aux(aux: PyTree, like: PyTree) -> None:
 
 
 def init(aux: PyTree, like: PyTree) -> list[Any]:
-    """The running values before the first microbatch, one a leaf of `like`; checks that they can be reduced."""
-    check_aux(aux, like)
+    """The running values before the first microbatch, one a leaf of `like`."""
     return [reducer.init(leaf) for reducer, leaf in _with_leaves(aux, like)]
 
 
 def fold(aux: PyTree, running: list[Any], value: PyTree, weight: Any, index: Any, *, keep: Any) -> list[Any]:
-    """One microbatch more; where `keep` (`[]` boolean or None) is false, the running values stay as they are."""
+    """One microbatch more; where `keep` (`[]` boolean or None) is false, the running values stay as they are.
+
+    Raises:
+      ValueError: a leaf's shape is another than in the microbatches before.
+    """
+    for old, (name, leaf) in zip(running, trees.leaves_with_names(value, "aux"), strict=True):
+        if jnp.shape(leaf) != old.shape:
+            raise ValueError(
+                f"{name} has shape {old.shape} in the microbatches and {jnp.shape(leaf)} in the smaller last one, so it cannot "
+                "be averaged or added up. Reduce it over the rows in the loss function, or use microbatches of equal size"
+            )
     folded = [
         reducer.fold(old, leaf, weight, index) for old, (reducer, leaf) in zip(running, _with_leaves(aux, value), strict=True)
     ]
@@ -103,7 +116,7 @@ def fold(aux: PyTree, running: list[Any], value: PyTree, weight: Any, index: Any
 
 def finish(aux: PyTree, running: list[Any], weight: Any, like: PyTree) -> PyTree:
     """The reduced aux, with the structure of `like`."""
-    results = [reducer.finish(old, weight, leaf) for old, (reducer, leaf) in zip(running, _with_leaves(aux, like), strict=True)]
+    results = [reducer.finish(old, leaf, weight) for old, (reducer, leaf) in zip(running, _with_leaves(aux, like), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), results)
 
 

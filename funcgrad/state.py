@@ -15,7 +15,7 @@ from funcgrad.trees import PyTree, Trainable
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # equality of arrays is no boolean
 class TrainState:
     """All that a training run carries from one step to the next. A pytree; checkpoint it at any point of a window.
 
@@ -46,8 +46,8 @@ class TrainState:
         Steps donate their state: its arrays are overwritten in place. `create` therefore copies what it is handed.
 
         Args:
-          params: any pytree. Python floats become arrays; what is no data (functions, strings, Python booleans and integers) is
-            kept as it is.
+          params: any pytree. What is no array (functions, strings, Python numbers) is kept as it is, untrained: a dropout rate
+            in a module, a flag.
           optimizer: any optax transformation. It sees the trained leaves only.
           copy: False gives `params` away and saves the copy: after the first step its arrays are gone.
           trainable: which leaves are trained, as for `zeros`. The state says it; the steps follow it.
@@ -64,9 +64,20 @@ class TrainState:
           0 0
         """
         check_optimizer(optimizer)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            raise TypeError(
+                "params must hold arrays. For a state's shapes: jax.eval_shape(lambda p: TrainState.create(p, ...), p)"
+            )
         params = jax.tree.map(_own_array if copy else _as_array, params)
-        buffer = accumulator.zeros(params, dtype=dtype, trainable=trainable)
-        selected, _ = trees.partition(params, trees.trainable_mask(params, trainable))
+        mask = trees.trainable_mask(params, trainable)
+        mask = [chosen and trees.is_array(leaf) for chosen, leaf in zip(mask, jax.tree.leaves(params), strict=True)]
+        if not any(mask):
+            raise ValueError(
+                "there is nothing to train: the parameters hold Python numbers, but no array. Numbers are configuration here; "
+                "make a number that is a parameter an array: jnp.asarray(number)"
+            )
+        selected, _ = trees.partition(params, mask)
+        buffer = accumulator.zeros(selected, dtype=dtype)
         # The optimizer may keep an array that it was handed, parameters or a learning rate, in its state.
         opt_state = _owned(optimizer.init(selected))
         return _committed_like(params, cls(_without_repeats(params), opt_state, buffer, jnp.zeros((), jnp.int32)))
@@ -92,7 +103,7 @@ def check_opt_state(optimizer: optax.GradientTransformation, selected: PyTree, o
     """
     try:
         expected = jax.eval_shape(optimizer.init, selected)
-    except Exception:  # an init that cannot be traced is no fault: it ran where the state was made
+    except TypeError:  # JAX's errors of an init that cannot be traced, which is no fault: it ran where the state was made
         return
     structures = [jax.tree.structure(tree) for tree in (expected, opt_state)]
     if structures[0] != structures[1]:
@@ -118,10 +129,7 @@ def check_state(state: Any) -> None:
 
 def _own_array(leaf: Any) -> Any:
     """A copy of an array leaf that shares no memory with it, strongly typed, so that the first step compiles for good."""
-    if not trees.is_array(leaf):
-        return leaf
-    copied = jnp.array(leaf, copy=True)
-    return copied if trees.is_key(leaf) else jax.lax.convert_element_type(copied, copied.dtype)
+    return _as_array(jnp.array(leaf, copy=True)) if trees.is_array(leaf) else leaf
 
 
 def _as_array(leaf: Any) -> Any:
@@ -131,12 +139,15 @@ def _as_array(leaf: Any) -> Any:
     return jax.lax.convert_element_type(array, array.dtype) if array.weak_type else array
 
 
-def _owned(tree: PyTree) -> PyTree:
-    """`tree` with each array copied, one at a time, so that the old ones can go as the new ones come."""
-    leaves, treedef = jax.tree.flatten(tree)
-    del tree
+def _owned(opt_state: PyTree) -> PyTree:
+    """The optimizer's state with each array copied, and each number made one.
+
+    One at a time, so that the old ones can go as the new ones come.
+    """
+    leaves, treedef = jax.tree.flatten(opt_state)
+    del opt_state
     for index, leaf in enumerate(leaves):
-        leaves[index] = _own_array(leaf)
+        leaves[index] = _own_array(jnp.asarray(leaf) if isinstance(leaf, trees.NUMBERS) else leaf)
     return treedef.unflatten(leaves)
 
 
@@ -151,7 +162,8 @@ def _committed_like(params: PyTree, state: TrainState) -> TrainState:
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
 
     def commit(leaf: Any) -> Any:
-        return jax.device_put(leaf, sharding) if isinstance(leaf, jax.Array) and not leaf.committed else leaf
+        concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        return jax.device_put(leaf, sharding) if concrete and not leaf.committed else leaf
 
     return jax.tree.map(commit, state)
 

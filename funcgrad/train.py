@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.shard_alike import shard_alike
 
 from funcgrad import accumulator, transform, trees, window
 from funcgrad.accumulator import GradBuffer
-from funcgrad.call import Call, Options
+from funcgrad.call import Call
 from funcgrad.jit import JittedStep
 from funcgrad.loops import Loop
-from funcgrad.state import TrainState, check_opt_state, check_optimizer, check_state
+from funcgrad.options import Options
+from funcgrad.state import TrainState, check_opt_state, check_optimizer
 from funcgrad.trees import PyTree, Trainable
 
 
@@ -85,7 +87,7 @@ def train_step(
     Reference:
       `torch.optim.Optimizer.step <https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.step.html>`_
     """
-    settings = Options(
+    options = Options(
         has_aux=has_aux,
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
@@ -101,14 +103,17 @@ def train_step(
     check_optimizer(optimizer)
 
     def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
-        check_state(state)
-        call = Call(loss_fn, settings, (state.params, *args), kwargs)
-        mask = window.buffer_mask(state.buffer, state.params, trainable, "params")
+        call = Call(loss_fn, options, (state.params, *args), kwargs)
+        mask = window.buffer_mask(state.buffer, state.params, trainable)
         sums, like = window.fold_batch(call, state.buffer, mask)
-        loss, aux_value = window.read_window(sums, like, settings)
+        loss, aux_value = window.read_window(sums, like, options)
+
+        def call_optimizer(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            offered = {"value": loss, "grad": grads, "value_fn": functools.partial(window.batch_loss, call, mask)}
+            return optimizer.update(grads, opt_state, params, **_accepted(optimizer, offered))
+
         state = dataclasses.replace(state, buffer=sums.buffer)
-        offered = {"value": loss, "value_fn": functools.partial(window.batch_loss, call, mask)}
-        state, metrics = _update(optimizer, state, offered=offered, may_be_empty=skip_nonfinite)
+        state, metrics = _update(optimizer, state, call_optimizer, may_be_empty=skip_nonfinite)
         return state, {"loss": loss, **metrics} | ({"aux": aux_value} if has_aux else {})
 
     return JittedStep(step, donate=donate)
@@ -169,13 +174,18 @@ def micro_steps(
     )
 
     def backward(state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, Any]:
-        check_state(state)
         buffer, value = run_backward(state.buffer, state.params, *args, **kwargs)
         return dataclasses.replace(state, buffer=buffer), value
 
     def update(state: TrainState, **extra: Any) -> tuple[TrainState, dict[str, Any]]:
-        check_state(state)
-        return _update(optimizer, state, given=extra, may_be_empty=True)
+        def call_optimizer(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            try:
+                return optimizer.update(grads, opt_state, params, **_accepted(optimizer, {"grad": grads}), **extra)
+            except TypeError as error:
+                error.add_note("funcgrad: give update what the optimizer takes beside gradients: update(state, value=loss)")
+                raise
+
+        return _update(optimizer, state, call_optimizer, may_be_empty=True)
 
     return Steps(JittedStep(backward, donate=donate), JittedStep(update, donate=donate))
 
@@ -183,49 +193,56 @@ def micro_steps(
 def _update(
     optimizer: optax.GradientTransformation,
     state: TrainState,
+    call_optimizer: Callable[..., tuple[PyTree, PyTree]],
     *,
-    given: dict[str, Any] | None = None,
-    offered: dict[str, Any] | None = None,
     may_be_empty: bool,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One optimizer step with the mean of `state.buffer`, which is then cleared.
 
     Args:
       optimizer, state: as for the steps.
-      given: extra arguments for the optimizer's `update`.
-      offered: extra arguments that it gets if it takes them.
+      call_optimizer: `(grads, opt_state, params) -> (updates, opt_state)`.
       may_be_empty: whether nothing may have been folded in; then nothing is updated.
     """
     buffer = state.buffer
-    mask = window.buffer_mask(buffer, state.params, None, "params")
-    selected, rest = trees.partition(state.params, mask)
+    selected, rest = trees.partition(state.params, window.buffer_mask(buffer, state.params, None))
+    check_opt_state(optimizer, selected, state.opt_state)
     mean = accumulator.mean(buffer)
     grads = trees.cast_like(mean, selected)
-    check_opt_state(optimizer, selected, state.opt_state)
-    accepted = inspect.signature(optimizer.update).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    extra = {name: value for name, value in {"grad": grads, **(offered or {})}.items() if takes_any or name in accepted}
-    try:
-        updates, opt_state = optimizer.update(grads, state.opt_state, selected, **{**extra, **(given or {})})
-    except TypeError as error:
-        if not offered:
-            error.add_note("funcgrad: what the optimizer takes beside gradients is passed to update: update(state, value=loss)")
-        raise
-    params, step = optax.apply_updates(selected, updates), state.step + 1
-    if may_be_empty:
-        kept = (selected, state.opt_state, state.step)
-        params, opt_state, step = jax.tree.map(functools.partial(jnp.where, buffer.count > 0), (params, opt_state, step), kept)
-    grad_norm = optax.tree.norm(mean)
+    grad_norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(trees.at_least_float32(leaf.dtype)), mean))
+
+    def advance(carried: tuple[PyTree, PyTree, jax.Array]) -> tuple[PyTree, PyTree, jax.Array]:
+        params, opt_state, step = carried
+        updates, opt_state = call_optimizer(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, step + 1
+
+    carried = (selected, state.opt_state, state.step)
+    # A condition, not a choice between old and new values, which would keep both in memory (and take 3 times as long).
+    carried = jax.lax.cond(buffer.count > 0, advance, lambda kept: kept, carried) if may_be_empty else advance(carried)
+    params, opt_state, step = carried
     metrics = {"grad_norm": grad_norm, "weight": buffer.weight, "skipped": buffer.skipped}
     return TrainState(trees.combine(params, rest), opt_state, _clear(buffer, grad_norm), step), metrics
+
+
+def _accepted(optimizer: optax.GradientTransformation, offered: dict[str, Any]) -> dict[str, Any]:
+    """Those of the extra arguments `offered` that the optimizer's `update` takes."""
+    parameters = inspect.signature(optimizer.update).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in offered.items() if takes_any or name in parameters}
 
 
 def _clear(buffer: GradBuffer, grad_norm: jax.Array) -> GradBuffer:
     """`zero_grad(buffer)`, in the memory of the sums, once they are read.
 
     A constant zero XLA writes whenever it likes, before the sums are read too, which then need a second copy of all
-    gradients (measured with jax 0.10.2 on CPU: 30 MB of temporary memory, not 12, for 19 MB of parameters). So the zero is
-    computed from the norm: a norm is never negative, and NaN is not either, but XLA has to read the sums to know.
+    gradients (measured with jax 0.10.2 on CPU: 30 MB of temporary memory, not 12, for 19 MB of parameters; an
+    `optimization_barrier` changes nothing). So the zero is computed from the norm: a norm is never negative, and NaN is not
+    either, but XLA has to read the sums to know. tests/test_memory_use.py guards it.
     """
     never = grad_norm < 0
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(never.astype(leaf.dtype), leaf.shape), buffer)
+
+    def clear(leaf: jax.Array) -> jax.Array:
+        # Without shard_alike, the zeros of a sharded leaf would be whole on every device.
+        return shard_alike(leaf, jnp.zeros_like(leaf) + never.astype(leaf.dtype))[1]
+
+    return jax.tree.map(clear, buffer)

@@ -8,9 +8,10 @@ import jax
 
 from funcgrad import accumulator, trees, window
 from funcgrad.accumulator import GradBuffer
-from funcgrad.call import Call, MicrobatchOptions, Options
+from funcgrad.call import Call
 from funcgrad.loops import Loop
-from funcgrad.loss import WeightedLoss, ratio
+from funcgrad.loss import ratio
+from funcgrad.options import MicrobatchOptions, Options
 from funcgrad.trees import PyTree, Trainable
 
 
@@ -44,7 +45,7 @@ def value_and_grad(
     `holomorphic` and `allow_int` are not taken.
 
     Called inside `jax.jit`, it is a loop in the compiled program. Called outside, it runs microbatch after microbatch in
-    Python, as JAX runs any operation there.
+    Python, as JAX runs any operation there; `loop="scan"` or an integer would compile anew at each such call.
 
     Args:
       fun: `fun(params, batch, ...)` gives a scalar or a `WeightedLoss`; with `has_aux`, a pair of that and aux.
@@ -60,9 +61,9 @@ def value_and_grad(
       order: `"strided"`: microbatch i takes rows i, i + N, ..., so that no row of a batch that is sharded over devices moves;
         `"contiguous"`: it takes the next rows in turn.
       key_argnums: which positional arguments hold PRNG keys. Each key is folded with the microbatch's index
-        (`jax.random.fold_in`), so each microbatch draws its own numbers; with `num_microbatches=1` it is passed as it is.
-        A typed key that is not named is an error, and so is one among the parameters from which the loss draws. Name the
-        parameters' own argument to have the keys in it folded.
+        (`jax.random.fold_in`), so each microbatch draws its own numbers; a single microbatch gets it as it is.
+        A typed key that is not named is an error, and so is one among the parameters from which the loss draws. (Name the
+        parameters' own argument to have the keys in it folded; give them new keys at each step, then.)
       aux: how each leaf of aux is reduced: `"mean"`, weighted like the loss, or `"sum"`, or a pytree prefix of these.
       trainable: which leaves of the differentiated arguments are trained: a predicate `(path, leaf) -> bool` as for
         `jax.tree_util.tree_map_with_path`, or a pytree prefix of booleans. The others get None and cost no backward pass.
@@ -92,7 +93,7 @@ def value_and_grad(
     Reference:
       `jax.value_and_grad <https://docs.jax.dev/en/latest/_autosummary/jax.value_and_grad.html>`_
     """
-    settings = Options(
+    options = Options(
         argnums=tuple(argnums) if isinstance(argnums, Sequence) else argnums,
         has_aux=has_aux,
         num_microbatches=num_microbatches,
@@ -107,12 +108,12 @@ def value_and_grad(
         loop=loop,
     )
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        if settings.splits or skip_nonfinite:
-            value, aux_value, grads = _in_microbatches(Call(fun, settings, args, kwargs), dtype)
+        if options.splits or skip_nonfinite:
+            value, aux_value, grads = _in_microbatches(Call(fun, options, args, kwargs), dtype)
         else:
-            value, aux_value, grads = _whole(Call(fun, settings, args, kwargs, whole=True))
+            value, aux_value, grads = _whole(Call(fun, options, args, kwargs, whole=True))
         return ((value, aux_value) if has_aux else value), grads
 
     return value_and_grad_fun
@@ -149,7 +150,7 @@ def grad(
     """
     value_and_grad_fun = value_and_grad(fun, argnums, has_aux, **microbatch_options)
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
         value, grads = value_and_grad_fun(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
@@ -200,7 +201,7 @@ def backward(
     Reference:
       `torch.Tensor.backward <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html>`_
     """
-    settings = Options(
+    options = Options(
         has_aux=has_aux,
         batch_argnums=batch_argnums,
         in_axes=in_axes,
@@ -209,40 +210,36 @@ def backward(
         skip_nonfinite=skip_nonfinite,
     )
 
-    @functools.wraps(loss_fn)
+    # Not the loss function's signature, which jax.jit would look up for the names of its static arguments.
+    @functools.wraps(loss_fn, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=())
     def backward_fun(buffer: GradBuffer, params: PyTree, *args: Any, **kwargs: Any) -> tuple[GradBuffer, Any]:
-        call = Call(loss_fn, settings, (params, *args), kwargs)
-        mask = window.buffer_mask(buffer, params, trainable, "params")
-        arguments = call.arguments([call.args[number] for number in call.batch_argnums], buffer.count + buffer.skipped)
-        call.check_param_keys(lambda: arguments)
+        call = Call(loss_fn, options, (params, *args), kwargs)
+        mask = window.buffer_mask(buffer, params, trainable)
+        arguments = call.whole_arguments(buffer.count + buffer.skipped)
+        call.check_keys(lambda: arguments)
         micro = call.differentiate(mask, arguments)
         weight, scale, keep = window.weigh(micro, call.batch.rows, skip_nonfinite)
         value = micro.loss if micro.weight is None else ratio(micro.loss, micro.weight)
         buffer = accumulator.fold(buffer, micro.grads, weight, scale=scale, keep=keep)
         return buffer, (value, micro.aux) if has_aux else value
 
+    del backward_fun.__wrapped__
     return backward_fun
 
 
 def _in_microbatches(call: Call, dtype: Any) -> tuple[Any, PyTree, PyTree]:
     """`(loss, aux, grads)`, accumulated."""
-    params, trainable = call.params, call.settings.trainable
-    mask = trees.trainable_mask(params, trainable)
-    buffer = accumulator.zeros(params, dtype=dtype, trainable=trainable)
-    sums, like = window.fold_batch(call, buffer, mask)
-    value, aux = window.read_window(sums, like, call.settings)
-    selected, _ = trees.partition(params, mask)
+    mask = trees.trainable_mask(call.params, call.options.trainable)
+    selected, _ = trees.partition(call.params, mask)
+    sums, like = window.fold_batch(call, accumulator.zeros(selected, dtype=dtype), mask)
+    value, aux = window.read_window(sums, like, call.options)
     return value, aux, trees.cast_like(accumulator.mean(sums.buffer), selected)
 
 
 def _whole(call: Call) -> tuple[Any, PyTree, PyTree]:
     """`(loss, aux, grads)` of the batch in one piece: the computation of `jax.value_and_grad`, and nothing else."""
-    mask = trees.trainable_mask(call.params, call.settings.trainable)
-    selected, rest = trees.partition(call.params, mask)
-
-    def scalar(selected: PyTree) -> tuple[Any, PyTree]:
-        loss, aux = call.evaluate(trees.combine(selected, rest), call.args)
-        return (loss.mean() if isinstance(loss, WeightedLoss) else loss), aux
-
-    (value, aux), grads = jax.value_and_grad(scalar, has_aux=True)(selected)
-    return value, aux, grads
+    micro = call.differentiate(trees.trainable_mask(call.params, call.options.trainable), call.args)
+    if micro.weight is None:
+        return micro.loss, micro.aux, micro.grads
+    value, grads = jax.tree.map(lambda total: ratio(total, micro.weight), (micro.loss, micro.grads))
+    return value, micro.aux, grads

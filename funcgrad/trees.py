@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 PyTree = Any
+NUMBERS = (bool, int, float, complex)
 Trainable = Callable[[tuple[Any, ...], Any], bool] | PyTree
 
 
@@ -18,23 +19,22 @@ def is_none(leaf: Any) -> bool:
 
 def dtype_of(leaf: Any) -> Any:
     """The NumPy dtype that JAX gives `leaf` (float32 for a float64 array unless x64 is on); None if it is no array."""
-    if isinstance(leaf, bool | int | float | complex):
+    if isinstance(leaf, NUMBERS):
         return jnp.result_type(leaf)
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not hasattr(leaf, "shape"):
         return None
-    return jax.dtypes.canonicalize_dtype(dtype) if jnp.issubdtype(dtype, jnp.number) else dtype
+    try:
+        return jax.dtypes.canonicalize_dtype(dtype) if jnp.issubdtype(dtype, jnp.number) else dtype
+    except TypeError:  # the dtype of another library: PyTorch's is none of NumPy's
+        return None
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether `leaf` is data: an array, a PRNG key, or a number that may be trained.
-
-    A Python boolean or integer is none, though `jax.jit` would take it: in a module it is configuration, which code branches
-    on.
-    """
-    if isinstance(leaf, jax.Array):  # by far the most, in a check that every step makes
+    """Whether `leaf` is an array: of JAX, of NumPy, a PRNG key, or a shape that stands for one. A Python number is none."""
+    if isinstance(leaf, jax.Array | np.generic):  # by far the most, in a check that every step makes; np.float64 is a float
         return True
-    return dtype_of(leaf) is not None and not isinstance(leaf, bool | int)
+    return dtype_of(leaf) is not None and not isinstance(leaf, NUMBERS)
 
 
 def is_differentiable(leaf: Any) -> bool:
@@ -114,7 +114,7 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, what: str) -> list[Any]:
     return spread
 
 
-def trainable_mask(params: PyTree, trainable: Trainable | None, root: str = "params") -> list[bool]:
+def trainable_mask(params: PyTree, trainable: Trainable | None) -> list[bool]:
     """For each leaf of `params`, whether it is trained: it has a gradient, and `trainable` chooses it.
 
     Args:
@@ -134,11 +134,11 @@ def trainable_mask(params: PyTree, trainable: Trainable | None, root: str = "par
         chosen = broadcast_prefix(trainable, params, "trainable")
     for (path, _), choice in zip(flat, chosen, strict=True):
         if not isinstance(choice, bool | np.bool_):
-            where = root + jax.tree_util.keystr(path)
+            where = f"params{jax.tree_util.keystr(path)}"
             raise TypeError(f"trainable must give True or False for each leaf; got {choice!r} for {where}")
     mask = [bool(choice) and is_differentiable(leaf) for (_, leaf), choice in zip(flat, chosen, strict=True)]
     if not any(mask):
-        kinds = ", ".join(f"{root}{jax.tree_util.keystr(path)}: {describe(leaf)}" for path, leaf in flat[:8])
+        kinds = ", ".join(f"params{jax.tree_util.keystr(path)}: {describe(leaf)}" for path, leaf in flat[:8])
         reason = "no leaf is floating or complex" if trainable is None else f"trainable={trainable!r} selects nothing"
         raise ValueError(f"there is nothing to train: {reason}. Leaves: {kinds or 'none'}")
     return mask

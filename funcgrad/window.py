@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from funcgrad import accumulator, loops, microbatch, reducers, trees
+from funcgrad import accumulator, loops, reducers, trees
 from funcgrad.accumulator import GradBuffer
-from funcgrad.call import Call, Micro, Options
+from funcgrad.call import Call, Micro
 from funcgrad.loss import WeightedLoss, ratio
+from funcgrad.options import Options
 from funcgrad.trees import PyTree, Trainable
 
 
@@ -28,26 +28,26 @@ def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool]) -> tuple[Window
     Returns:
       `(window, like)`: the sums, and one microbatch's output or its shapes.
     """
-    settings, batch = call.settings, call.batch
-    split = microbatch.split(batch.rows, settings.num_microbatches, settings.microbatch_size, settings.order)
-
+    options, split = call.options, call.split
     if split.count > 1:
-        call.check_param_keys(lambda: call.arguments(batch.microbatch(split, 0), 0))
+        call.check_keys(lambda: call.arguments(0))
+        call.warn_of_whole_rows()
 
     def step(index: Any) -> Micro:
-        return call.differentiate(mask, call.arguments(batch.microbatch(split, index), index))
+        micro = call.differentiate(mask, call.arguments(index))
+        reducers.check_aux(options.aux, micro.aux)
+        return micro
 
     def init(like: Micro) -> Window:
         dtype = trees.at_least_float32(trees.dtype_of(like.loss))
-        return Window(buffer, jnp.zeros((), dtype), jnp.zeros((), buffer.weight.dtype), reducers.init(settings.aux, like.aux))
+        return Window(buffer, jnp.zeros((), dtype), jnp.zeros((), buffer.weight.dtype), reducers.init(options.aux, like.aux))
 
     def fold(window: Window, micro: Micro, index: Any) -> Window:
-        return fold_micro(window, micro, split.size, index, settings)
+        return fold_micro(window, micro, split.size, index, options)
 
-    window, like = loops.fold_over(step, init, fold, split.num, settings.loop)
+    window, like = loops.fold_over(step, init, fold, split.num, options.loop)
     if split.tail:
-        micro = call.differentiate(mask, call.arguments(batch.tail(split), split.num))
-        window = fold_micro(window, micro, split.tail, split.num, settings)
+        window = fold_micro(window, step(split.num), split.tail, split.num, options)
     return window, like
 
 
@@ -57,31 +57,32 @@ def batch_loss(call: Call, mask: list[bool], selected: PyTree) -> jax.Array:
     Like the gradients, it is taken microbatch by microbatch; to differentiate it needs the activations of one, because each
     is computed again on the way back. Line searches ask for it.
     """
-    settings, batch = call.settings, call.batch
-    split = microbatch.split(batch.rows, settings.num_microbatches, settings.microbatch_size, settings.order)
+    options, split = call.options, call.split
 
-    def evaluate(batch_args: PyTree, index: Any, rows: int) -> tuple[Any, Any]:
-        args = call.arguments(batch_args, index)
-        _, rest = call.split(args, mask)
-        loss, _ = call.evaluate(trees.combine(selected, rest), args)
-        return (loss.total, loss.weight) if isinstance(loss, WeightedLoss) else (loss * rows, rows)
+    def evaluate(index: Any, rows: int) -> tuple[jax.Array, jax.Array]:
+        loss, _ = call.evaluate_at(mask, selected, call.arguments(index))
+        total, weight = (loss.total, loss.weight) if isinstance(loss, WeightedLoss) else (loss, rows)
+        total = jnp.asarray(total).astype(trees.at_least_float32(trees.dtype_of(total)))
+        total = total if isinstance(loss, WeightedLoss) else total * rows
+        weight = jnp.asarray(weight).astype(total.dtype)
+        if options.skip_nonfinite:
+            keep = accumulator.all_finite(total, weight)
+            total, weight = jnp.where(keep, total, 0), jnp.where(keep, weight, 0)
+        return total, weight
 
-    @jax.checkpoint
     def step(index: Any) -> tuple[jax.Array, jax.Array]:
-        total, weight = evaluate(batch.microbatch(split, index), index, split.size)
-        return jnp.asarray(total), jax.lax.stop_gradient(jnp.asarray(weight))
+        return jax.checkpoint(lambda: evaluate(index, split.size))()
+
+    def add(carry: Any, output: Any, index: Any) -> Any:
+        return jax.tree.map(jnp.add, carry, output)
 
     def init(like: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.zeros((), trees.at_least_float32(jnp.promote_types(leaf.dtype, np.float32))), like)
+        return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), like)
 
-    def fold(carry: Any, output: Any, index: Any) -> Any:
-        return jax.tree.map(lambda total, part: total + part.astype(total.dtype), carry, output)
-
-    carry, _ = loops.fold_over(step, init, fold, split.num, settings.loop)
+    sums, _ = loops.fold_over(step, init, add, split.num, options.loop)
     if split.tail:
-        tail = evaluate(batch.tail(split), split.num, split.tail)
-        carry = fold(carry, jax.tree.map(jnp.asarray, tail), split.num)
-    return ratio(carry[0], jax.lax.stop_gradient(carry[1]))
+        sums = add(sums, evaluate(split.num, split.tail), split.num)
+    return ratio(*sums)
 
 
 def weigh(micro: Micro, rows: int, skip_nonfinite: bool) -> tuple[Any, Any, Any]:
@@ -94,9 +95,9 @@ def weigh(micro: Micro, rows: int, skip_nonfinite: bool) -> tuple[Any, Any, Any]
     return weight, scale, keep
 
 
-def fold_micro(window: Window, micro: Micro, rows: int, index: Any, settings: Options) -> Window:
+def fold_micro(window: Window, micro: Micro, rows: int, index: Any, options: Options) -> Window:
     """Add one microbatch of `rows` rows to the sums."""
-    weight, scale, keep = weigh(micro, rows, settings.skip_nonfinite)
+    weight, scale, keep = weigh(micro, rows, options.skip_nonfinite)
     loss = jnp.asarray(micro.loss).astype(window.loss.dtype)
     added = loss if scale is None else loss * scale
     counted = jnp.asarray(weight).astype(window.weight.dtype)
@@ -106,17 +107,17 @@ def fold_micro(window: Window, micro: Micro, rows: int, index: Any, settings: Op
         accumulator.fold(window.buffer, micro.grads, weight, scale=scale, keep=keep),
         window.loss + added,
         window.weight + counted,
-        reducers.fold(settings.aux, window.aux, micro.aux, weight, index, keep=keep),
+        reducers.fold(options.aux, window.aux, micro.aux, weight, index, keep=keep),
     )
 
 
-def read_window(window: Window, like: Micro, settings: Options) -> tuple[jax.Array, PyTree]:
+def read_window(window: Window, like: Micro, options: Options) -> tuple[jax.Array, PyTree]:
     """The loss of this batch, `[]` in the loss's own dtype, and the reduced aux."""
     loss = ratio(window.loss, window.weight).astype(trees.dtype_of(like.loss))
-    return loss, reducers.finish(settings.aux, window.aux, window.weight, like.aux)
+    return loss, reducers.finish(options.aux, window.aux, window.weight, like.aux)
 
 
-def buffer_mask(buffer: GradBuffer, params: PyTree, trainable: Trainable | None, root: str) -> list[bool]:
+def buffer_mask(buffer: GradBuffer, params: PyTree, trainable: Trainable | None) -> list[bool]:
     """For each leaf of `params`, whether `buffer` has a place for its gradient: the buffer says what is trained.
 
     Raises:
@@ -125,9 +126,9 @@ def buffer_mask(buffer: GradBuffer, params: PyTree, trainable: Trainable | None,
     """
     if not isinstance(buffer, GradBuffer):
         raise TypeError(f"expected a GradBuffer, from fg.zeros(params); got {trees.describe(buffer)}")
-    trees.check_same_structure(params, buffer.grads, root, "buffer.grads")
+    trees.check_same_structure(params, buffer.grads, "params", "buffer.grads")
     places = jax.tree.leaves(buffer.grads, is_leaf=trees.is_none)
-    leaves = list(trees.leaves_with_names(params, root, none_is_leaf=True))
+    leaves = list(trees.leaves_with_names(params, "params", none_is_leaf=True))
     mask = []
     for (name, leaf), place in zip(leaves, places, strict=True):
         if place is not None and not trees.is_differentiable(leaf):
@@ -137,7 +138,7 @@ def buffer_mask(buffer: GradBuffer, params: PyTree, trainable: Trainable | None,
         if leaf is not None:
             mask.append(place is not None)
     if trainable is not None:
-        chosen = trees.trainable_mask(params, trainable, root)
+        chosen = trees.trainable_mask(params, trainable)
         names = [name for name, leaf in leaves if leaf is not None]
         for name, wanted, held in zip(names, chosen, mask, strict=True):
             if wanted != held:

@@ -85,7 +85,7 @@ CALLS = {
         {"num_microbatches": 2, "in_axes": None},
         (BATCH,),
         ValueError,
-        r"the batch, argument 1, has no leaf with a batch axis. Name the arguments that hold rows in batch_argnums",
+        r"the batch \(args\[1\]\) has no leaf with a batch axis. Name the arguments that hold rows in batch_argnums",
     ),
     "an empty batch": (
         loss_fn,
@@ -206,6 +206,34 @@ CALLS = {
         ValueError,
         r"key_argnums names args\[2\], which holds no PRNG key: float32\[3\]",
     ),
+    "a key that is also the batch": (
+        loss_fn,
+        {"num_microbatches": 2, "key_argnums": 1},
+        (BATCH,),
+        ValueError,
+        r"argument 1 is named in key_argnums and in batch_argnums",
+    ),
+    "an argument named twice": (
+        loss_fn,
+        {"num_microbatches": 2, "batch_argnums": (1, -1)},
+        (BATCH,),
+        ValueError,
+        r"batch_argnums=\(1, -1\) names an argument twice",
+    ),
+    "aux that is text": (
+        returning(lambda loss: (loss, {"name": "train"})),
+        {"num_microbatches": 2, "has_aux": True},
+        (BATCH,),
+        TypeError,
+        r"aux\['name'\] must be numeric to be reduced over microbatches; got str",
+    ),
+    "aux with a value for each row, and a smaller last microbatch": (
+        lambda params, batch, *rest: (loss_fn(params, batch), {"rows": batch["x"][:, 0]}),
+        {"microbatch_size": 7, "has_aux": True},
+        (BATCH,),
+        ValueError,
+        r"aux\['rows'\] has shape \(7,\) in the microbatches and \(1,\) in the smaller last one",
+    ),
     "one argument with two uses": (
         loss_fn,
         {"num_microbatches": 2, "batch_argnums": (0, 1)},
@@ -231,6 +259,20 @@ class TestCalls:
         with pytest.raises(error, match=message):
             fg.train_step(fun, OPTIMIZER, **options)(state, *args)
         assert_identical(state, before)
+
+
+SPLIT_OR_REDUCED = {name for name in CALLS if name.startswith(("num_", "more ", "aux ")) or name == "the mean of an integer"}
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in SPLIT_OR_REDUCED])
+def test_micro_steps_leave_the_state_as_it_was(name):
+    fun, options, args, error, message = CALLS[name]
+    options = {key: value for key, value in options.items() if key not in ("num_microbatches", "microbatch_size")}
+    state = fg.TrainState.create(PARAMS, OPTIMIZER)
+    before = jax.tree.map(np.asarray, state)
+    with pytest.raises(error, match=message):
+        fg.micro_steps(fun, OPTIMIZER, **options).backward(state, *args)
+    assert_identical(state, before)
 
 
 def test_a_leaf_of_the_batch_that_is_no_array():
@@ -344,9 +386,9 @@ class TestBuffers:
         with pytest.raises(ValueError, match=r"grads\['b'\] has a gradient, float32\[\], but the buffer has none for it"):
             fg.accumulate(buffer, {"w": np.ones(3), "b": np.ones(())})
 
-    @pytest.mark.parametrize("weight", [np.ones(3), [1.0]])
+    @pytest.mark.parametrize("weight", [np.ones(3), [1.0], 1j, jax.random.key(0), None])
     def test_weights(self, weight):
-        with pytest.raises(ValueError, match=r"weight must be a scalar; got"):
+        with pytest.raises(TypeError, match=r"weight must be a real scalar, float32\[\] for example; got .*. Sum it over"):
             fg.accumulate(self.buffer, PARAMS, weight)
 
     @pytest.mark.parametrize("verb", [fg.mean, fg.total, fg.zero_grad, lambda g: fg.merge(g, g), lambda g: fg.accumulate(g, g)])
@@ -459,12 +501,16 @@ class TestSteps:
             fg.grad(fun, num_microbatches=2)(PARAMS, BATCH["x"], y=BATCH["y"])
         assert "kwargs['y'] has 8 rows" in "".join(caught.value.__notes__)
 
-    def test_micro_steps_leave_the_state_as_it_was(self):
-        steps = fg.micro_steps(loss_fn, OPTIMIZER)
-        state = fg.TrainState.create(PARAMS, OPTIMIZER)
-        before = jax.tree.map(np.asarray, state)
-        with pytest.raises(ValueError, match=r"the batch is empty"):
-            steps.backward(state, EMPTY)
-        with pytest.raises(ValueError, match=r"args\[2\]\['dropout'\] is a PRNG key"):
-            steps.backward(state, BATCH, {"dropout": KEY})
-        assert_identical(state, before)
+    def test_and_warned_of_where_rows_come_singly_and_no_shape_tells(self):
+        fun = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
+        with pytest.warns(UserWarning, match=r"args\[2\] has 8 rows, like the batch, but is passed whole"):
+            fg.grad(fun, num_microbatches=8)(PARAMS, BATCH["x"], BATCH["y"])
+
+    def test_a_state_of_shapes(self):
+        shapes = jax.eval_shape(lambda: PARAMS)
+        with pytest.raises(TypeError, match=r"params must hold arrays. For a state's shapes: jax.eval_shape"):
+            fg.TrainState.create(shapes, OPTIMIZER)
+
+    def test_numbers_for_parameters(self):
+        with pytest.raises(ValueError, match=r"the parameters hold Python numbers, but no array.*jnp.asarray\(number\)"):
+            fg.TrainState.create({"w": 1.0}, OPTIMIZER)

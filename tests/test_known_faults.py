@@ -46,9 +46,12 @@ class TestNormalisation:
         loss, gradient = fg.value_and_grad(token_loss, num_microbatches=2)(2.0, one)
         assert (loss, gradient) == (8.0, 4.0)
         for num in (1, 2, 4):
-            for fun in (fg.value_and_grad(token_loss, num_microbatches=num),):
-                assert fun(2.0, {"x": x, "mask": jnp.zeros(4)}) == (0.0, 0.0)
-                assert jax.jit(fun)(2.0, {"x": x, "mask": jnp.zeros(4)}) == (0.0, 0.0)
+            fun = fg.value_and_grad(token_loss, num_microbatches=num)
+            assert fun(2.0, {"x": x, "mask": jnp.zeros(4)}) == (0.0, 0.0)
+            assert jax.jit(fun)(2.0, {"x": x, "mask": jnp.zeros(4)}) == (0.0, 0.0)
+            # 0 times an infinite derivative, for example of a square root at 0, is NaN; without weight it does not count.
+            root = lambda w, x: fg.WeightedLoss(jnp.sum(jnp.sqrt(w * x)) * 0, 0)
+            assert fg.value_and_grad(root, num_microbatches=num)(0.0, x) == (0.0, 0.0)
         assert fg.mean(fg.zeros(1.0)) == 0.0
 
     def test_03_forgotten_or_doubled_scale(self):
@@ -69,7 +72,7 @@ class TestNormalisation:
         optimizer = optax.sgd(0.1)
         for num in (1, 2, 4):
             step = fg.train_step(token_loss, optimizer, num_microbatches=num)
-            _, metrics = step(fg.TrainState.create(2.0, optimizer), batch)
+            _, metrics = step(fg.TrainState.create(jnp.array(2.0), optimizer), batch)
             assert metrics["loss"] == np.float32(7.2)
 
     def test_06_class_weights_smoothing_and_ignored_labels(self):
@@ -96,7 +99,7 @@ class TestWindows:
     @staticmethod
     def _run(windows):
         steps = fg.micro_steps(linear_loss, optax.sgd(1.0))
-        state, positions = fg.TrainState.create(0.0, optax.sgd(1.0)), [0.0]
+        state, positions = fg.TrainState.create(jnp.array(0.0), optax.sgd(1.0)), [0.0]
         for window in windows:
             for row in window:
                 state, _ = steps.backward(state, jnp.array([row]))
@@ -136,12 +139,12 @@ class TestWindows:
         optimizer = optax.adam(0.1)
         steps = fg.micro_steps(linear_loss, optimizer)
         rows = [jnp.array([1.0, 2.0]), jnp.array([5.0]), jnp.array([-3.0])]
-        state = fg.TrainState.create(0.5, optimizer)
+        state = fg.TrainState.create(jnp.array(0.5), optimizer)
         for row in rows:
             state, _ = steps.backward(state, row)
         unbroken, _ = steps.update(state)
 
-        state = fg.TrainState.create(0.5, optimizer)
+        state = fg.TrainState.create(jnp.array(0.5), optimizer)
         state, _ = steps.backward(state, rows[0])
         leaves, treedef = jax.tree.flatten(state)
         saved = [np.asarray(leaf) for leaf in leaves]  # what a checkpoint holds: arrays, and nothing of the loop
@@ -159,20 +162,29 @@ class TestZeroGrad:
         _, updates = TestWindows._run([[1.0, 2.0], [1.0]])
         assert updates == [1.5, 1.0]
         step = fg.train_step(linear_loss, optax.sgd(1.0), num_microbatches=2)
-        state = fg.TrainState.create(0.0, optax.sgd(1.0))
+        state = fg.TrainState.create(jnp.array(0.0), optax.sgd(1.0))
         state, _ = step(state, jnp.array([1.0, 2.0]))
         state, _ = step(state, jnp.array([1.0, 1.0]))
         assert state.params == -2.5
 
-    def test_13_nan_does_not_survive(self):
-        for bad in (np.nan, np.inf, -np.inf):
-            buffer = fg.zero_grad(fold_means([bad]))
-            assert fg.mean(fg.accumulate(buffer, jnp.array(2.0))) == 2.0
-        steps, optimizer = fg.micro_steps(linear_loss, optax.sgd(1.0)), optax.sgd(1.0)
-        state, _ = steps.backward(fg.TrainState.create(0.0, optimizer), jnp.array([np.nan]))
-        state, _ = steps.update(state)
-        assert np.isnan(state.params)
-        assert fg.total(state.buffer) == 0.0
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_13_nan_does_not_survive(self, bad):
+        buffer = fg.zero_grad(fold_means([bad]))
+        assert fg.mean(fg.accumulate(buffer, jnp.array(2.0))) == 2.0
+
+        optimizer = optax.set_to_zero()  # the parameters stay finite, so that only the buffer could carry the fault on
+        state = fg.TrainState.create(jnp.array(1.0), optimizer)
+        steps = fg.micro_steps(linear_loss, optimizer)
+        state, _ = steps.backward(state, jnp.array([bad]))
+        state, metrics = steps.update(state)
+        assert not np.isfinite(metrics["grad_norm"])
+        step = fg.train_step(linear_loss, optimizer, num_microbatches=2)
+        for rows, finite in (([bad, 1.0], False), ([3.0, 1.0], True)):
+            fresh = fg.zeros(state.params)
+            assert [float(leaf) for leaf in jax.tree.leaves(state.buffer)] == [0.0] * len(jax.tree.leaves(fresh))
+            state, metrics = step(state, jnp.array(rows))
+            assert np.isfinite(metrics["grad_norm"]) == finite
+        assert metrics["grad_norm"] == 2.0
 
     def test_14_gradients_read_before_zero_grad_keep_their_value(self):
         buffer = fold_means([1.0, 2.0])
@@ -193,7 +205,7 @@ class TestClipScheduleState:
     def test_16_a_schedule_ticks_once_a_window(self):
         optimizer = optax.sgd(lambda count: 0.1 * 0.5**count)
         steps = fg.micro_steps(linear_loss, optimizer)
-        state, updates = fg.TrainState.create(0.0, optimizer), []
+        state, updates = fg.TrainState.create(jnp.array(0.0), optimizer), []
         for _ in range(2):
             before = float(state.params)
             for _ in range(2):
@@ -206,7 +218,7 @@ class TestClipScheduleState:
         """Accumulating never reaches the optimizer: in PyTorch, an optimizer run by a hook in backward() breaks the window."""
         optimizer = optax.adam(0.1)
         steps = fg.micro_steps(linear_loss, optimizer)
-        state = fg.TrainState.create(1.0, optimizer)
+        state = fg.TrainState.create(jnp.array(1.0), optimizer)
         before = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state, state.step))]
         for _ in range(3):
             state, _ = steps.backward(state, jnp.array([1.0]))
@@ -257,7 +269,7 @@ class TestNumbers:
             assert (loss, gradient) == (6.0, 3.0)
             optimizer = optax.sgd(1.0)
             step = fg.train_step(linear_loss, optimizer, num_microbatches=3, skip_nonfinite=True)
-            state, metrics = step(fg.TrainState.create(0.0, optimizer), rows)
+            state, metrics = step(fg.TrainState.create(jnp.array(0.0), optimizer), rows)
             assert (state.params, metrics["skipped"], metrics["weight"]) == (-3.0, 1, 2)
 
 
@@ -300,7 +312,6 @@ class TestStructure:
         assert fg.mean(fg.accumulate(fg.zeros(integer), grads)) == {"w": 3.0, "int": None}
 
         optimizer = optax.adam(0.1)
-        del params["float0"]  # no jax.Array, and no argument of jax.jit, can be float0
         step = fg.train_step(loss_fn, optimizer, num_microbatches=2)
         state, _ = step(fg.TrainState.create(params, optimizer), rows)
         assert state.params["w"] != params["w"]
@@ -333,12 +344,13 @@ class TestStructure:
             loop: jax.jit(fg.value_and_grad(model.loss_fn, num_microbatches=4, loop=loop)) for loop in ("auto", "scan")
         }
         if jax.default_backend() == "cpu":
-            jaxpr = str(jax.make_jaxpr(functions["auto"])(model.params, model.batch))
-            assert "scan[" not in jaxpr
+            assert "scan[" not in str(jax.make_jaxpr(functions["auto"])(model.params, model.batch))
+            assert "scan[" in str(jax.make_jaxpr(functions["scan"])(model.params, model.batch))
         times = {loop: [] for loop in functions}
         for _ in range(6):
             for loop, fun in functions.items():
                 start = time.perf_counter()
                 jax.block_until_ready(fun(model.params, model.batch))
                 times[loop].append(time.perf_counter() - start)
-        assert statistics.median(times["auto"][1:]) <= statistics.median(times["scan"][1:])
+        if jax.default_backend() == "cpu":
+            assert statistics.median(times["auto"][1:]) <= statistics.median(times["scan"][1:]) / 2

@@ -136,7 +136,7 @@ class TestModulesWithTheirOwnKeys:
     def test_a_key_that_is_used_is_refused(self):
         model = DropoutModel(nnx.Rngs(0))
         loss_fn = lambda model, x: jnp.mean(model(x) ** 2)
-        message = r"the loss draws random numbers from args\[0\]\.dropout\.rngs\.key.*key_argnums"
+        message = r"the loss draws from args\[0\]\.dropout\.rngs\.key.*, a PRNG key among the parameters.*key_argnums"
         for wrap in (lambda fun: fun, jax.jit):
             with pytest.raises(ValueError, match=message):
                 wrap(fg.grad(loss_fn, num_microbatches=2))(model, rows())
@@ -170,13 +170,40 @@ class TestModulesWithTheirOwnKeys:
 def test_numbers_that_configure_a_module_stay_numbers():
     def loss_fn(params, x):
         assert params["depth"] == 2  # Python branches on it
-        return jnp.mean(params["w"] * x) if params["flag"] else jnp.sum(x)
+        return jnp.mean(params["w"] * params["rate"] * x) if params["flag"] else jnp.sum(x)
 
-    params = {"w": 1.0, "flag": True, "depth": 2}
-    step = fg.train_step(loss_fn, OPTIMIZER, num_microbatches=2)
-    state, _ = step(fg.TrainState.create(params, OPTIMIZER), jnp.ones(4))
-    assert (state.params["flag"], state.params["depth"]) == (True, 2)
-    assert isinstance(state.params["w"], jax.Array)
+    config = {"flag": True, "depth": 2, "rate": 0.5}
+    optimizer = optax.adamw(0.1, weight_decay=0.5)
+    step = fg.train_step(loss_fn, optimizer, num_microbatches=2)
+    state, _ = step(fg.TrainState.create({"w": jnp.ones(()), **config}, optimizer), jnp.ones(4))
+    assert state.params.pop("w") < 1
+    assert state.params == config
+
+
+def test_numbers_in_an_optimizers_state_count():
+    counting = optax.GradientTransformation(
+        lambda params: {"count": 0},
+        lambda updates, state, params=None: (
+            jax.tree.map(lambda u: -u / (state["count"] + 1), updates),
+            {"count": state["count"] + 1},
+        ),
+    )
+    state = fg.TrainState.create(jnp.zeros(()), counting)
+    step = fg.train_step(lambda w, x: jnp.mean(w * x), counting)
+    positions = []
+    for _ in range(3):
+        state, _ = step(state, jnp.ones(2))
+        positions.append(float(state.params))
+    np.testing.assert_allclose(positions, [-1, -1 - 1 / 2, -1 - 1 / 2 - 1 / 3], rtol=1e-6)
+    assert state.opt_state["count"] == 3
+
+
+def test_a_count_that_a_user_sets_to_a_number():
+    state = fg.TrainState.create(quadratic_params(), OPTIMIZER)
+    state = dataclasses.replace(state, step=0)
+    for _ in range(3):
+        state, _ = fg.train_step(quadratic, OPTIMIZER)(state, rows())
+    assert state.step == 3
 
 
 class TestTracesOnce:
@@ -211,10 +238,10 @@ class TestTracesOnce:
         "params",
         [
             quadratic_params(),
-            {"w": np.arange(3.0), "b": 1.0},  # a NumPy array and a number: weakly typed until the first step, if not mended
+            {"w": np.arange(3.0), "b": jnp.asarray(1.0)},  # NumPy, and weakly typed: another type after a step, if not mended
             jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), quadratic_params()),
         ],
-        ids=["arrays", "numbers", "bfloat16"],
+        ids=["arrays", "weak", "bfloat16"],
     )
     def test_micro_steps(self, params, caplog):
         calls, loss_fn = self._counted()
@@ -325,9 +352,14 @@ class TestDonation:
 class TestMetrics:
     def test_values(self):
         step = fg.train_step(lambda w, x: (jnp.mean(w * x), {"sum": x.sum()}), optax.sgd(1.0), has_aux=True, aux="sum")
-        state, metrics = step(fg.TrainState.create(2.0, optax.sgd(1.0)), jnp.arange(4.0))
+        state, metrics = step(fg.TrainState.create(jnp.array(2.0), optax.sgd(1.0)), jnp.arange(4.0))
         assert metrics == {"loss": 3.0, "grad_norm": 1.5, "weight": 4.0, "skipped": 0, "aux": {"sum": 6.0}}
         assert state.params == 0.5
+
+    def test_the_norm_of_a_float16_buffer_does_not_overflow(self):
+        state = fg.TrainState.create(jnp.zeros(4), OPTIMIZER, dtype=jnp.float16)
+        _, metrics = fg.train_step(lambda w, x: jnp.mean(x) * w.sum(), OPTIMIZER)(state, jnp.full(2, 1000.0))
+        assert metrics["grad_norm"] == 2000
 
     def test_the_norm_is_that_of_what_is_trained(self):
         params = {"w": jnp.ones(3), "b": jnp.ones(())}
@@ -346,6 +378,7 @@ class TestWindows:
         whole, whole_metrics = step(fg.TrainState.create(quadratic_params(), OPTIMIZER), rows())
         assert relative_difference(state.params, whole.params) <= FLOAT32_TOLERANCE
         assert metrics["weight"] == whole_metrics["weight"] == 8
+        assert abs(metrics["loss"] - quadratic(quadratic_params(), rows()[4:])) <= 1e-4  # of this batch
 
     def test_an_empty_window_updates_nothing(self):
         optimizer = optax.adamw(0.1, weight_decay=0.5)
@@ -372,7 +405,7 @@ class TestWindows:
         """Zeros are gradients: as in PyTorch, momentum and decay go on; only None is passed over."""
         loss_fn = lambda params, batch: fg.WeightedLoss(jnp.sum(params * batch * 0), jnp.sum(batch * 0))
         optimizer = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
-        state, metrics = fg.train_step(loss_fn, optimizer)(fg.TrainState.create(1.0, optimizer), jnp.ones(2))
+        state, metrics = fg.train_step(loss_fn, optimizer)(fg.TrainState.create(jnp.array(1.0), optimizer), jnp.ones(2))
         assert state.params == np.float32(0.95)
         assert (state.step, metrics["loss"]) == (1, 0)
 
@@ -383,7 +416,7 @@ class TestOptimizers:
         optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
         step = fg.train_step(lambda w, x: jnp.mean(w * 0 + x), optimizer, num_microbatches=2)
         steps = fg.micro_steps(lambda w, x: jnp.mean(w * 0 + x), optimizer)
-        states = [fg.TrainState.create(1.0, optimizer) for _ in range(2)]
+        states = [fg.TrainState.create(jnp.array(1.0), optimizer) for _ in range(2)]
         for _ in range(4):
             states[0], _ = step(states[0], jnp.ones(4))
             states[1], loss = steps.backward(states[1], jnp.ones(4))
@@ -445,9 +478,9 @@ class TestOptimizers:
         """So the optimizer's state keeps its dtypes, though sums are kept in float32."""
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), quadratic_params())
         state = fg.TrainState.create(params, OPTIMIZER)
-        dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
+        dtypes = jax.tree.leaves(jax.tree.map(lambda leaf: leaf.dtype, state))
         state, _ = fg.train_step(quadratic, OPTIMIZER, num_microbatches=2)(state, rows().astype(jnp.bfloat16))
-        assert jax.tree.map(lambda leaf: leaf.dtype, state) == dtypes
+        assert jax.tree.leaves(jax.tree.map(lambda leaf: leaf.dtype, state)) == dtypes
         assert state.buffer.grads["w"].dtype == jnp.float32
 
 

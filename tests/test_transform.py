@@ -1,13 +1,15 @@
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
-from comparison import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, assert_identical, relative_difference
+from comparison import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, relative_difference
 
 import funcgrad as fg
+from funcgrad.options import MicrobatchOptions
 
 MAKERS = {"mlp": models.mlp, "convolutional": models.convolutional, "transformer": models.transformer}
 
@@ -236,16 +238,93 @@ class TestKeys:
         for fun in (fg.grad(loss_fn, num_microbatches=2), jax.jit(fg.grad(loss_fn, microbatch_size=3))):
             assert abs(fun(1.0, batch) - want) <= 1e-6
 
-    def test_keys_among_the_parameters_are_constants_unless_named(self):
+    def test_keys_among_the_parameters_are_refused_if_used_unless_named(self):
         params = {"w": jnp.ones(()), "key": jax.random.key(0)}
         loss_fn = lambda params, x: params["w"] * jnp.mean(x) * jax.random.uniform(params["key"])
-        assert_identical(
-            fg.grad(loss_fn, num_microbatches=2)(params, jnp.ones(4))["w"], jax.random.uniform(params["key"]) * jnp.ones(())
-        )
+        with pytest.raises(ValueError, match=r"the loss draws from args\[0\]\['key'\], a PRNG key among the parameters"):
+            fg.grad(loss_fn, num_microbatches=2)(params, jnp.ones(4))
+        assert fg.grad(loss_fn)(params, jnp.ones(4))["w"] == jax.random.uniform(params["key"])
         grads = fg.grad(loss_fn, num_microbatches=2, key_argnums=0)(params, jnp.ones(4))
         want = sum(jax.random.uniform(jax.random.fold_in(params["key"], i)) for i in range(2)) / 2
         assert abs(grads["w"] - want) <= 1e-6
         assert grads["key"] is None
+
+    @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+    def test_a_smaller_last_microbatch_has_an_index_of_its_own(self, wrap):
+        key, x = jax.random.key(3), jnp.arange(1.0, 8)
+        parts = [x[0:6:2], x[1:6:2], x[6:]]
+        folded = [jax.random.fold_in(key, index) for index in range(3)]
+        masked = [part * jax.random.bernoulli(one, 0.5, part.shape) for part, one in zip(parts, folded, strict=True)]
+        fun = wrap(fg.grad(lambda *args: self._loss(*args)[0], microbatch_size=3, key_argnums=2))
+        assert abs(fun(1.0, x, key) - jnp.concatenate(masked).mean()) <= 1e-6
+
+    def test_a_single_microbatch_has_the_key_as_it_is(self):
+        key, x = jax.random.key(3), jnp.arange(1.0, 8)
+        loss_fn = lambda *args: self._loss(*args)[0]
+        want = jax.grad(loss_fn)(1.0, x, key)
+        for options in ({}, {"skip_nonfinite": True}, {"microbatch_size": 7}, {"microbatch_size": 100}):
+            assert abs(fg.grad(loss_fn, key_argnums=2, **options)(1.0, x, key) - want) <= 1e-6
+
+    def test_a_skipped_microbatch_has_its_number_too(self):
+        loss_fn = lambda w, x, key: w * jnp.mean(x) * jax.random.uniform(key)
+        backward, key = fg.backward(loss_fn, key_argnums=2, skip_nonfinite=True), jax.random.key(0)
+        buffer, _ = backward(fg.zeros(1.0), 1.0, jnp.array([jnp.nan]), key)
+        buffer, _ = backward(buffer, 1.0, jnp.ones(1), key)
+        assert fg.mean(buffer) == jax.random.uniform(jax.random.fold_in(key, 1))
+
+
+class TestOrder:
+    @pytest.mark.parametrize(("order", "first"), [("strided", [0, 2, 4]), ("contiguous", [0, 1, 2])])
+    @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+    def test_which_rows_a_microbatch_gets(self, wrap, order, first):
+        loss_fn = lambda w, x, key: (jnp.mean(w * x), jnp.where(jax.random.key_data(key)[1] == chosen, x, 0))
+        chosen = jax.random.key_data(jax.random.fold_in(jax.random.key(0), 0))[1]
+        options = {"has_aux": True, "num_microbatches": 2, "order": order, "key_argnums": 2, "aux": "sum"}
+        (_, rows), _ = wrap(fg.value_and_grad(loss_fn, **options))(1.0, jnp.arange(6.0), jax.random.key(0))
+        assert rows.tolist() == first
+
+
+def test_a_loss_that_is_not_finite_with_gradients_that_are():
+    loss_fn = lambda w, x: jnp.mean(w * x) + jax.lax.stop_gradient(jnp.log(x[0]))
+    x = jnp.array([-1.0, 1.0])  # a logarithm of -1
+    assert fg.value_and_grad(loss_fn, num_microbatches=2, skip_nonfinite=True)(3.0, x) == (3.0, 1.0)
+    buffer, loss = fg.backward(loss_fn, skip_nonfinite=True)(fg.zeros(3.0), 3.0, x[:1])
+    assert jnp.isnan(loss)
+    assert (buffer.count, buffer.skipped) == (0, 1)
+
+
+def test_the_weight_is_a_constant_to_an_outer_derivative_too():
+    loss_fn = lambda p, b: fg.WeightedLoss(jnp.sum((b @ p) ** 2), jnp.sum(jax.nn.sigmoid(b @ p)))
+    p, b = jnp.arange(1.0, 4), jnp.sin(jnp.arange(12.0)).reshape(4, 3)
+    derivatives = [
+        jax.grad(lambda q, num=num: fg.value_and_grad(loss_fn, num_microbatches=num)(q, b)[0])(p) for num in (1, 2, 4)
+    ]
+    assert relative_difference(derivatives[1:], [derivatives[0]] * 2) <= FLOAT32_TOLERANCE
+
+
+def test_aux_of_a_microbatch_without_weight_does_not_count():
+    def loss_fn(w, batch):
+        loss = fg.WeightedLoss(jnp.sum(w * batch["x"] * batch["mask"]), jnp.sum(batch["mask"]))
+        return loss, jnp.sum(batch["x"] * batch["mask"]) / jnp.sum(batch["mask"])
+
+    batch = {"x": jnp.arange(4.0), "mask": jnp.array([1.0, 0, 1, 0])}
+    assert fg.value_and_grad(loss_fn, has_aux=True, num_microbatches=2)(1.0, batch)[0] == (1.0, 1.0)
+
+
+class TestSignatures:
+    def test_every_way_in_takes_the_same_options(self):
+        keyword_only = lambda fun: {name for name, p in inspect.signature(fun).parameters.items() if p.kind is p.KEYWORD_ONLY}
+        options = keyword_only(fg.value_and_grad)
+        assert set(MicrobatchOptions.__annotations__) == options
+        assert keyword_only(fg.train_step) == options - {"dtype"} | {"has_aux", "donate"}  # the state has the dtype
+        assert keyword_only(fg.backward) | {"donate"} == keyword_only(fg.micro_steps)
+        assert keyword_only(fg.backward) - {"has_aux"} <= options
+
+    def test_backward_does_not_pass_for_the_loss_function(self):
+        """jax.jit looks up the names of static and donated arguments in the signature."""
+        backward = jax.jit(fg.backward(lambda p, x, flip: jnp.mean(-p * x if flip else p * x)), static_argnames="flip")
+        buffer, _ = backward(fg.zeros(1.0), 1.0, jnp.ones(2), flip=True)
+        assert fg.mean(buffer) == -1.0
 
 
 class TestTrainable:
