@@ -136,7 +136,8 @@ def _as_array(leaf: Any) -> Any:
     if not trees.is_array(leaf) or trees.is_key(leaf):
         return leaf
     array = jnp.asarray(leaf)
-    return jax.lax.convert_element_type(array, array.dtype) if array.weak_type else array
+    # float0 stays an array of NumPy, which has no weak type.
+    return jax.lax.convert_element_type(array, array.dtype) if getattr(array, "weak_type", False) else array
 
 
 def _owned(opt_state: PyTree) -> PyTree:

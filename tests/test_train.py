@@ -456,7 +456,7 @@ class TestOptimizers:
     @pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 5}])
     def test_a_line_search_sees_the_loss_of_the_whole_batch(self, options):
         """L-BFGS evaluates the loss at other parameters: `value_fn`, microbatch by microbatch too."""
-        model, optimizer = models.transformer(), optax.lbfgs(memory_size=3)
+        model, optimizer = models.mlp(layers=1), optax.lbfgs(memory_size=3)
         whole = models.mean_loss(model.loss_fn)
 
         @jax.jit
