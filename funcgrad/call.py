@@ -1,5 +1,6 @@
 """One call of a transformed function: its arguments, by what they are for, and what one microbatch of it gives."""
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,12 @@ class Micro(NamedTuple):
     loss: Any  # the total of a WeightedLoss, or a mean over the rows
     weight: Any  # None for a mean over the rows
     aux: PyTree
+
+
+_SHARED_KEY = (
+    "draw the same numbers from it. Pass a key as an argument of its own, by position, and name it: key_argnums=(2,) for the "
+    "third argument. It is then folded with the microbatch's index"
+)
 
 
 class Call:
@@ -112,38 +119,38 @@ class Call:
         (loss, (weight, aux)), grads = jax.value_and_grad(scalar, has_aux=True)(selected)
         return Micro(grads, loss, weight, aux)
 
-    def check_keys(self, microbatch_args: Callable[[], Sequence[Any]]) -> None:
-        """Refuse a typed key from which every microbatch would draw the same numbers.
-
-        Args:
-          microbatch_args: gives the arguments of one microbatch; called only if there are keys among the parameters, which
-            are refused only if the loss draws from them.
-        """
+    def check_whole_keys(self) -> None:
+        """Refuse a typed key that every microbatch sees whole."""
         whole = self._whole_leaves()
         for number, arg in zip(self.batch_argnums, self.batch.unsplit(), strict=True):
             whole += trees.leaves_with_names(arg, f"args[{number}]")
-        shared = [f"{name} is a PRNG key ({trees.describe(leaf)})" for name, leaf in whole if trees.is_key(leaf)]
-        if not shared:
-            unnamed = {number: self.args[number] for number in self.argnums if number not in self.key_argnums}
+        for name, leaf in whole:
+            if trees.is_key(leaf):
+                raise ValueError(f"{name} is a PRNG key ({trees.describe(leaf)}), and every microbatch would {_SHARED_KEY}")
 
-            def evaluate(unnamed: dict[int, PyTree]) -> Any:
-                args = [unnamed.get(number, arg) for number, arg in enumerate(microbatch_args())]
-                return self.evaluate(self._pick(args), args)
+    def check_param_keys(self, microbatch_args: Callable[[], Sequence[Any]]) -> None:
+        """Refuse a key among the parameters if the loss draws from it.
 
-            used = keys.used_keys(evaluate, unnamed, "args")
-            shared = [f"the loss draws from {name}, a PRNG key among the parameters" for name in used]
-        if shared:
+        Args:
+          microbatch_args: gives the arguments of one microbatch; called, and the loss traced, only if there are such keys.
+        """
+        unnamed = {number: self.args[number] for number in self.argnums if number not in self.key_argnums}
+
+        def evaluate(unnamed: dict[int, PyTree]) -> Any:
+            args = [unnamed.get(number, arg) for number, arg in enumerate(microbatch_args())]
+            return self.evaluate(self._pick(args), args)
+
+        for name in keys.used_keys(evaluate, unnamed, "args"):
             raise ValueError(
-                f"{shared[0]}, and every microbatch would draw the same numbers from it. Pass a key as an argument of its own, "
-                "by position, and name it: key_argnums=(2,) for the third argument. It is then folded with the microbatch's "
-                "index"
+                f"the loss draws from {name}, a PRNG key among the parameters, and every microbatch and every step would "
+                f"{_SHARED_KEY}"
             )
 
     def warn_of_whole_rows(self) -> None:
         """Warn of an argument that looks like a part of the batch, where no shape would tell: rows come singly."""
         names = self._looks_like_rows() if 1 in (self.split.size, self.split.tail) else []
         if names:
-            warnings.warn(self._rows_advice(names), UserWarning, stacklevel=3)
+            warnings.warn(self._rows_advice(names), UserWarning, stacklevel=_frames_to_the_user())
 
     def _read_batch(self) -> microbatch.Batch:
         batch, in_axes = tuple(self.args[number] for number in self.batch_argnums), self.options.in_axes
@@ -166,8 +173,9 @@ class Call:
         args = list(self.args)
         for number, value in zip(self.batch_argnums, batch_args, strict=True):
             args[number] = value
-        for number in self.key_argnums if index is not None else ():
-            args[number] = keys.fold_keys(args[number], index, f"args[{number}]")
+        if index is not None:
+            for number in self.key_argnums:
+                args[number] = keys.fold_keys(args[number], index, f"args[{number}]")
         return args
 
     def _whole_leaves(self) -> list[tuple[str, Any]]:
@@ -191,3 +199,11 @@ class Call:
 
 def _is_number(argnums: Any) -> bool:
     return not isinstance(argnums, Sequence)
+
+
+def _frames_to_the_user() -> int:
+    """How many frames above the caller the first one stands that is neither of this library nor of JAX."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("funcgrad", "jax"):
+        level, frame = level + 1, frame.f_back
+    return level

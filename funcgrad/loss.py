@@ -45,11 +45,12 @@ class WeightedLoss:
 
 
 def ratio(total: Any, weight: Any) -> jax.Array:
-    """`total / weight` in the dtype of `total`, and zeros, never NaN, where the weight is zero.
+    """`total / weight` in the dtype of `total` (float32 for integers), and zeros, never NaN, where the weight is zero.
 
     A weight between 0 and 1 divides by itself: a guard like `max(weight, 1)` would be wrong there.
     """
     total = jnp.asarray(total)
+    total = total if jnp.issubdtype(total.dtype, jnp.inexact) else total.astype(jnp.float32)
     # In bfloat16 a weight of 257 rounds to 256, so the division is done at least in float32.
     wide = trees.at_least_float32(total.dtype)
     weight = jnp.asarray(weight).astype(wide)

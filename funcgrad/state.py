@@ -69,13 +69,7 @@ class TrainState:
                 "params must hold arrays. For a state's shapes: jax.eval_shape(lambda p: TrainState.create(p, ...), p)"
             )
         params = jax.tree.map(_own_array if copy else _as_array, params)
-        mask = trees.trainable_mask(params, trainable)
-        mask = [chosen and trees.is_array(leaf) for chosen, leaf in zip(mask, jax.tree.leaves(params), strict=True)]
-        if not any(mask):
-            raise ValueError(
-                "there is nothing to train: the parameters hold Python numbers, but no array. Numbers are configuration here; "
-                "make a number that is a parameter an array: jnp.asarray(number)"
-            )
+        mask = trees.trainable_mask(params, trainable, numbers=False)
         selected, _ = trees.partition(params, mask)
         buffer = accumulator.zeros(selected, dtype=dtype)
         # The optimizer may keep an array that it was handed, parameters or a learning rate, in its state.
@@ -103,7 +97,7 @@ def check_opt_state(optimizer: optax.GradientTransformation, selected: PyTree, o
     """
     try:
         expected = jax.eval_shape(optimizer.init, selected)
-    except TypeError:  # JAX's errors of an init that cannot be traced, which is no fault: it ran where the state was made
+    except (TypeError, IndexError, AttributeError):  # of an init that cannot be traced: no fault, it ran in `create`
         return
     structures = [jax.tree.structure(tree) for tree in (expected, opt_state)]
     if structures[0] != structures[1]:

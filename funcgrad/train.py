@@ -62,7 +62,7 @@ def train_step(
         parameters, and those of `value`, `grad` and `value_fn` that it takes: the loss of the batch, the gradients, and that
         loss as a function of the parameters, in microbatches too. So line searches and plateaus work.
       num_microbatches, microbatch_size, has_aux, batch_argnums, in_axes, order, key_argnums, aux, loop: as for
-        `value_and_grad`; argument numbers are those of `loss_fn`, so the batch is 1. Keys are folded for one microbatch too.
+        `value_and_grad`; argument numbers are those of `loss_fn`, so the batch is 1.
       trainable: checked against the state, which says what is trained.
       skip_nonfinite: leave out microbatches whose loss or gradients are not finite. If none is left, nothing is updated.
       donate: overwrite the state that is passed in. False keeps it alive, at the price of a copy.
@@ -105,11 +105,14 @@ def train_step(
     def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
         call = Call(loss_fn, options, (state.params, *args), kwargs)
         mask = window.buffer_mask(state.buffer, state.params, trainable)
+        if call.split.count == 1:
+            call.check_param_keys(lambda: call.arguments(0))  # a key in the state never advances
         sums, like = window.fold_batch(call, state.buffer, mask)
         loss, aux_value = window.read_window(sums, like, options)
 
         def call_optimizer(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            offered = {"value": loss, "grad": grads, "value_fn": functools.partial(window.batch_loss, call, mask)}
+            value_fn = functools.partial(window.batch_loss, call, mask, sums.kept)
+            offered = {"value": loss, "grad": grads, "value_fn": value_fn}
             return optimizer.update(grads, opt_state, params, **_accepted(optimizer, offered))
 
         state = dataclasses.replace(state, buffer=sums.buffer)
@@ -138,7 +141,8 @@ def micro_steps(
     `.grad` is None.
 
     Args:
-      loss_fn, optimizer, trainable, skip_nonfinite, donate: as for `train_step`.
+      loss_fn, trainable, skip_nonfinite, donate: as for `train_step`.
+      optimizer: as for `train_step`, but for line searches, which need the batch.
       has_aux, batch_argnums, in_axes, key_argnums: as for `backward`; one key serves a window.
 
     Returns:
@@ -180,9 +184,12 @@ def micro_steps(
     def update(state: TrainState, **extra: Any) -> tuple[TrainState, dict[str, Any]]:
         def call_optimizer(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             try:
-                return optimizer.update(grads, opt_state, params, **_accepted(optimizer, {"grad": grads}), **extra)
+                return optimizer.update(grads, opt_state, params, **{**_accepted(optimizer, {"grad": grads}), **extra})
             except TypeError as error:
-                error.add_note("funcgrad: give update what the optimizer takes beside gradients: update(state, value=loss)")
+                error.add_note(
+                    "funcgrad: give update what the optimizer takes beside gradients: update(state, value=loss). A line search "
+                    "needs the batch: use train_step"
+                )
                 raise
 
         return _update(optimizer, state, call_optimizer, may_be_empty=True)

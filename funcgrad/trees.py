@@ -24,6 +24,8 @@ def dtype_of(leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not hasattr(leaf, "shape"):
         return None
+    if isinstance(dtype, np.dtype) and dtype.kind in "OSUMm":  # objects, text, dates
+        return None
     try:
         return jax.dtypes.canonicalize_dtype(dtype) if jnp.issubdtype(dtype, jnp.number) else dtype
     except TypeError:  # the dtype of another library: PyTorch's is none of NumPy's
@@ -32,9 +34,11 @@ def dtype_of(leaf: Any) -> Any:
 
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array: of JAX, of NumPy, a PRNG key, or a shape that stands for one. A Python number is none."""
-    if isinstance(leaf, jax.Array | np.generic):  # by far the most, in a check that every step makes; np.float64 is a float
+    if isinstance(leaf, jax.Array):  # by far the most, in a check that every step makes
         return True
-    return dtype_of(leaf) is not None and not isinstance(leaf, NUMBERS)
+    return dtype_of(leaf) is not None and (
+        isinstance(leaf, np.generic) or not isinstance(leaf, NUMBERS)
+    )  # np.float64 is a float
 
 
 def is_differentiable(leaf: Any) -> bool:
@@ -114,12 +118,13 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, what: str) -> list[Any]:
     return spread
 
 
-def trainable_mask(params: PyTree, trainable: Trainable | None) -> list[bool]:
+def trainable_mask(params: PyTree, trainable: Trainable | None, *, numbers: bool = True) -> list[bool]:
     """For each leaf of `params`, whether it is trained: it has a gradient, and `trainable` chooses it.
 
     Args:
       trainable: None for all, a predicate `(path, leaf) -> bool` as for `jax.tree_util.tree_map_with_path`, or a pytree
         prefix of booleans.
+      numbers: whether a Python float or complex number is a parameter, as for `jax.grad`; if not, it is configuration.
 
     Raises:
       ValueError: no leaf is trained, or `trainable` is not a prefix of `params`.
@@ -128,7 +133,7 @@ def trainable_mask(params: PyTree, trainable: Trainable | None) -> list[bool]:
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     if trainable is None:
         chosen = [True] * len(flat)
-    elif callable(trainable) and jax.tree.leaves(trainable) == [trainable]:  # a module of booleans may be callable, too
+    elif callable(trainable) and jax.tree_util.all_leaves([trainable]):  # a module of booleans may be callable, too
         chosen = [trainable(path, leaf) for path, leaf in flat]
     else:
         chosen = broadcast_prefix(trainable, params, "trainable")
@@ -136,11 +141,19 @@ def trainable_mask(params: PyTree, trainable: Trainable | None) -> list[bool]:
         if not isinstance(choice, bool | np.bool_):
             where = f"params{jax.tree_util.keystr(path)}"
             raise TypeError(f"trainable must give True or False for each leaf; got {choice!r} for {where}")
-    mask = [bool(choice) and is_differentiable(leaf) for (_, leaf), choice in zip(flat, chosen, strict=True)]
+    mask = [
+        bool(choice) and is_differentiable(leaf) and (numbers or is_array(leaf))
+        for (_, leaf), choice in zip(flat, chosen, strict=True)
+    ]
     if not any(mask):
         kinds = ", ".join(f"params{jax.tree_util.keystr(path)}: {describe(leaf)}" for path, leaf in flat[:8])
-        reason = "no leaf is floating or complex" if trainable is None else f"trainable={trainable!r} selects nothing"
-        raise ValueError(f"there is nothing to train: {reason}. Leaves: {kinds or 'none'}")
+        reason = (
+            f"no leaf is {'' if numbers else 'an array that is '}floating or complex"
+            if trainable is None
+            else f"trainable={trainable!r} selects nothing"
+        )
+        hint = "" if numbers else ". A Python number is configuration here: make one that is a parameter jnp.asarray(number)"
+        raise ValueError(f"there is nothing to train: {reason}. Leaves: {kinds or 'none'}{hint}")
     return mask
 
 

@@ -14,12 +14,20 @@ from funcgrad.trees import PyTree, Trainable
 
 
 class Window(NamedTuple):
-    """What is carried from one microbatch to the next. `loss` and `weight`, `[]`, are sums over this batch only."""
+    """What is carried from one microbatch to the next. All but `buffer` is of this batch only.
+
+    Attributes:
+      buffer: the gradients, on top of what the buffer held before.
+      loss, weight: `[]`, the sums of totals and weights.
+      aux: the running values of aux.
+      kept: `[count]` boolean, which microbatches were folded in; None where none is left out.
+    """
 
     buffer: GradBuffer
     loss: jax.Array
     weight: jax.Array
     aux: list[Any]
+    kept: jax.Array | None
 
 
 def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool]) -> tuple[Window, Micro]:
@@ -30,7 +38,8 @@ def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool]) -> tuple[Window
     """
     options, split = call.options, call.split
     if split.count > 1:
-        call.check_keys(lambda: call.arguments(0))
+        call.check_whole_keys()
+        call.check_param_keys(lambda: call.arguments(0))
         call.warn_of_whole_rows()
 
     def step(index: Any) -> Micro:
@@ -40,7 +49,9 @@ def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool]) -> tuple[Window
 
     def init(like: Micro) -> Window:
         dtype = trees.at_least_float32(trees.dtype_of(like.loss))
-        return Window(buffer, jnp.zeros((), dtype), jnp.zeros((), buffer.weight.dtype), reducers.init(options.aux, like.aux))
+        kept = jnp.zeros(split.count, bool) if options.skip_nonfinite else None
+        weight = jnp.zeros((), buffer.weight.dtype)
+        return Window(buffer, jnp.zeros((), dtype), weight, reducers.init(options.aux, like.aux), kept)
 
     def fold(window: Window, micro: Micro, index: Any) -> Window:
         return fold_micro(window, micro, split.size, index, options)
@@ -51,24 +62,25 @@ def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool]) -> tuple[Window
     return window, like
 
 
-def batch_loss(call: Call, mask: list[bool], selected: PyTree) -> jax.Array:
+def batch_loss(call: Call, mask: list[bool], kept: jax.Array | None, selected: PyTree) -> jax.Array:
     """The loss of the whole batch, `[]`, at other parameters: `selected`, in place of the leaves that `mask` chooses.
 
     Like the gradients, it is taken microbatch by microbatch; to differentiate it needs the activations of one, because each
-    is computed again on the way back. Line searches ask for it.
+    is computed again on the way back. Line searches ask for it. It is the loss of the microbatches that the window `kept`,
+    also where one of them is not finite: a search has to see that it went too far.
     """
-    options, split = call.options, call.split
+    split = call.split
 
     def evaluate(index: Any, rows: int) -> tuple[jax.Array, jax.Array]:
         loss, _ = call.evaluate_at(mask, selected, call.arguments(index))
-        total, weight = (loss.total, loss.weight) if isinstance(loss, WeightedLoss) else (loss, rows)
-        total = jnp.asarray(total).astype(trees.at_least_float32(trees.dtype_of(total)))
-        total = total if isinstance(loss, WeightedLoss) else total * rows
-        weight = jnp.asarray(weight).astype(total.dtype)
-        if options.skip_nonfinite:
-            keep = accumulator.all_finite(total, weight)
-            total, weight = jnp.where(keep, total, 0), jnp.where(keep, weight, 0)
-        return total, weight
+        weighted = isinstance(loss, WeightedLoss)
+        total, weight, scale = (loss.total, loss.weight, 1) if weighted else (loss, rows, rows)
+        total = jnp.asarray(total).astype(trees.at_least_float32(trees.dtype_of(total))) * scale
+        sums = total, jnp.asarray(weight).astype(total.dtype)
+        if kept is None:
+            return sums
+        keep = kept[index]
+        return jax.tree.map(lambda part: jnp.where(keep, part, 0), sums)
 
     def step(index: Any) -> tuple[jax.Array, jax.Array]:
         return jax.checkpoint(lambda: evaluate(index, split.size))()
@@ -79,7 +91,7 @@ def batch_loss(call: Call, mask: list[bool], selected: PyTree) -> jax.Array:
     def init(like: Any) -> Any:
         return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), like)
 
-    sums, _ = loops.fold_over(step, init, add, split.num, options.loop)
+    sums, _ = loops.fold_over(step, init, add, split.num, call.options.loop)
     if split.tail:
         sums = add(sums, evaluate(split.num, split.tail), split.num)
     return ratio(*sums)
@@ -108,6 +120,7 @@ def fold_micro(window: Window, micro: Micro, rows: int, index: Any, options: Opt
         window.loss + added,
         window.weight + counted,
         reducers.fold(options.aux, window.aux, micro.aux, weight, index, keep=keep),
+        None if keep is None or window.kept is None else window.kept.at[index].set(keep),
     )
 
 
@@ -139,9 +152,10 @@ def buffer_mask(buffer: GradBuffer, params: PyTree, trainable: Trainable | None)
             mask.append(place is not None)
     if trainable is not None:
         chosen = trees.trainable_mask(params, trainable)
-        names = [name for name, leaf in leaves if leaf is not None]
-        for name, wanted, held in zip(names, chosen, mask, strict=True):
-            if wanted != held:
+        named = [(name, leaf) for name, leaf in leaves if leaf is not None]
+        for (name, leaf), wanted, held in zip(named, chosen, mask, strict=True):
+            # A TrainState trains no Python number, though `trainable` may be true for all of a module.
+            if wanted != held and trees.is_array(leaf):
                 raise ValueError(
                     f"trainable says {wanted} for {name}, but the buffer was made with {held}. Make the buffer with the same "
                     "trainable: fg.zeros(params, trainable=...) or fg.TrainState.create(..., trainable=...)"

@@ -13,6 +13,10 @@ class TestRatio:
         value = ratio(jnp.asarray(6, dtype), jnp.float32(4))
         assert (value, value.dtype) == (1.5, dtype)
 
+    def test_integers(self):
+        value = ratio(3, 2)
+        assert (value, value.dtype) == (1.5, jnp.float32)
+
     @pytest.mark.parametrize("total", [0.0, 3.0, np.nan, np.inf])
     def test_no_weight_gives_zero(self, total):
         assert ratio(total, 0) == 0

@@ -142,8 +142,9 @@ class TestModulesWithTheirOwnKeys:
                 wrap(fg.grad(loss_fn, num_microbatches=2))(model, rows())
             with pytest.raises(ValueError, match=message):
                 wrap(fg.backward(loss_fn))(fg.zeros(model), model, rows())
-        with pytest.raises(ValueError, match=message):
-            fg.train_step(loss_fn, OPTIMIZER, num_microbatches=2)(fg.TrainState.create(model, OPTIMIZER), rows())
+        for num in (1, 2):  # one microbatch, too: the next step would draw the same
+            with pytest.raises(ValueError, match=message):
+                fg.train_step(loss_fn, OPTIMIZER, num_microbatches=num)(fg.TrainState.create(model, OPTIMIZER), rows())
 
     def test_a_key_that_is_not_used_passes_through(self):
         model = DropoutModel(nnx.Rngs(0))
@@ -178,6 +179,15 @@ def test_numbers_that_configure_a_module_stay_numbers():
     state, _ = step(fg.TrainState.create({"w": jnp.ones(()), **config}, optimizer), jnp.ones(4))
     assert state.params.pop("w") < 1
     assert state.params == config
+
+
+def test_trainable_may_be_true_for_all_of_a_module_with_numbers():
+    params = {"w": jnp.ones(()), "rate": 0.5}
+    for trainable in (True, lambda path, leaf: True):
+        state = fg.TrainState.create(params, OPTIMIZER, trainable=trainable)
+        step = fg.train_step(lambda params, x: jnp.mean(params["w"] * params["rate"] * x), OPTIMIZER, trainable=trainable)
+        state, _ = step(state, jnp.ones(4))
+        assert (state.params["rate"], state.buffer.grads["rate"]) == (0.5, None)
 
 
 def test_numbers_in_an_optimizers_state_count():
@@ -473,6 +483,36 @@ class TestOptimizers:
             params, opt_state = hand_written(params, opt_state)
             state, _ = step(state, model.batch)
         assert relative_difference(state.params, params) <= 1e-4  # a search amplifies rounding
+
+    def test_a_line_search_backs_off_from_what_is_not_finite(self):
+        """The loss is that of the microbatches that were kept, finite or not at the trial point."""
+        loss_fn = lambda w, x: jnp.mean(jnp.exp(w * x) - w * x)
+        optimizer = optax.chain(optax.sgd(1000.0), optax.scale_by_backtracking_linesearch(40))
+        results = []
+        for skip_nonfinite in (False, True):
+            step = fg.train_step(loss_fn, optimizer, num_microbatches=4, skip_nonfinite=skip_nonfinite)
+            state, _ = step(fg.TrainState.create(jnp.array(-1.0), optimizer), jnp.arange(1.0, 9))
+            results.append(float(state.params))
+        assert results[0] == results[1]
+        assert abs(results[0]) < 1
+
+    def test_the_loss_that_a_line_search_sees_leaves_out_what_the_window_did(self):
+        loss_fn = lambda w, x: jnp.mean(jnp.sqrt(jnp.abs(w * x)))  # where x is 0, the loss is finite and the gradient is not
+        seen = []
+        watching = optax.GradientTransformationExtraArgs(
+            lambda params: optax.EmptyState(),
+            lambda updates, state, params=None, *, value, value_fn, **extra: (
+                seen.append((value, value_fn(params))),
+                (updates, state),
+            )[1],
+        )
+        step = fg.train_step(loss_fn, watching, num_microbatches=4, skip_nonfinite=True)
+        state = fg.TrainState.create(jnp.array(2.0), watching)
+        with jax.disable_jit():
+            step(state, jnp.array([1.0, 0.0, 4.0, 9.0]))
+        value, again = seen[0]
+        assert abs(value - again) <= 1e-6
+        assert abs(value - np.sqrt(2) * (1 + 2 + 3) / 3) <= 1e-6
 
     def test_gradients_come_in_the_dtype_of_the_parameters(self):
         """So the optimizer's state keeps its dtypes, though sums are kept in float32."""

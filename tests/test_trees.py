@@ -23,6 +23,8 @@ TREE = {"a": jnp.ones((2, 3)), "b": [None, 3, True], "c": ("text", jnp.sin), "k"
         (np.zeros(2, jax.dtypes.float0), jax.dtypes.float0, True, False, None),
         (jax.random.key(0), jax.random.key(0).dtype, True, False, "key<fry>[]"),
         ("text", None, False, False, "str"),
+        (np.str_("text"), None, False, False, "str_"),
+        (np.array(["text"]), None, False, False, "ndarray"),
         (jnp.sin, None, False, False, None),
         (np.dtype("float32"), None, False, False, None),
     ],
