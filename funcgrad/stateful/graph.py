@@ -1,0 +1,327 @@
+"""`evaluate` and `backward`: a loss that remembers how it came about, until its gradients are taken."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from funcgrad import trees
+from funcgrad.loss import WeightedLoss, read_loss
+from funcgrad.stateful.parameter import Parameter, unique_parameters
+from funcgrad.stateful.presence import gradient_reaches
+from funcgrad.trees import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How the arguments of a loss function are put together; hashable, so that programs are compiled once for it.
+
+    Attributes:
+      treedef: the structure of the tuple of arguments.
+      slots: for each leaf, `("parameter", index)`, `("array", index)` or `("constant", type, value)`.
+      requires_grad: for each parameter.
+    """
+
+    treedef: Any
+    slots: tuple[tuple[Any, ...], ...]
+    requires_grad: tuple[bool, ...]
+
+    def arguments(self, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments, with `values` for the parameters."""
+        sources = {"parameter": values, "array": arrays}
+        return self.treedef.unflatten(slot[2] if slot[0] == "constant" else sources[slot[0]][slot[1]] for slot in self.slots)
+
+
+class _Programs:
+    """The compiled programs of one loss function."""
+
+    def __init__(self, loss_fn: Callable[..., Any]):
+        self._loss_fn = loss_fn
+        self._reached: dict[Any, list[bool]] = {}
+        self.forward = jax.jit(self._evaluate, static_argnums=0)
+        self.backward = jax.jit(self._backward, static_argnums=(0, 1))
+        self.backward_in_place = jax.jit(self._backward, static_argnums=(0, 1), donate_argnums=5)
+
+    def reached(self, layout: _Layout, values: list[jax.Array], arrays: list[Any]) -> list[bool]:
+        """For each parameter, whether it requires a gradient and the loss depends on it; traced once for given shapes."""
+        key = layout, tuple((jnp.shape(leaf), trees.dtype_of(leaf)) for leaf in (*values, *arrays))
+        if key not in self._reached:
+            indices = [index for index, required in enumerate(layout.requires_grad) if required]
+
+            def loss_of(chosen: list[Any]) -> Any:
+                return self._evaluate(layout, _replaced(values, indices, chosen), arrays)[0]
+
+            found = gradient_reaches(loss_of, [values[index] for index in indices])
+            self._reached[key] = [index in indices and found[indices.index(index)] for index in range(len(values))]
+        return self._reached[key]
+
+    def _evaluate(self, layout: _Layout, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, PyTree]:
+        output = self._loss_fn(*layout.arguments(values, arrays))
+        loss, aux = read_loss(output, has_aux=isinstance(output, tuple))
+        return jnp.asarray(loss.mean() if isinstance(loss, WeightedLoss) else loss), aux
+
+    def _backward(  # noqa: PLR0917
+        self, layout: _Layout, wanted: tuple[int, ...], values: Any, arrays: Any, cotangent: Any, old: Any
+    ) -> tuple[Any, PyTree, list[jax.Array]]:
+        def loss_of(chosen: list[Any]) -> tuple[Any, PyTree]:
+            return self._evaluate(layout, _replaced(values, wanted, chosen), arrays)
+
+        loss, pullback, aux = jax.vjp(loss_of, [values[index] for index in wanted], has_aux=True)
+        # PyTorch's gradient of a complex parameter is the conjugate of JAX's.
+        grads = [jnp.conj(grad) for grad in pullback(cotangent.astype(loss.dtype))[0]]
+        return loss, aux, [grad if before is None else before + grad for before, grad in zip(old, grads, strict=True)]
+
+
+@dataclasses.dataclass
+class _Graph:
+    """What a loss was computed from, until its gradients are taken; shared by a loss and its multiples.
+
+    Attributes:
+      programs, layout, parameters: which computation, of which parameters.
+      reached: for each parameter, whether it requires a gradient and the loss depends on it.
+      saved: the arrays of the parameters, and the other arrays; None once the graph was used.
+      result: the loss and aux, once computed.
+    """
+
+    programs: _Programs
+    layout: _Layout
+    parameters: list[Parameter]
+    reached: list[bool]
+    saved: tuple[list[jax.Array], list[Any]] | None
+    result: tuple[jax.Array, PyTree] | None = None
+
+    def forward(self) -> tuple[jax.Array, PyTree]:
+        """The loss and aux."""
+        if self.result is None:
+            assert self.saved is not None
+            self.result = self.programs.forward(self.layout, *self.saved)
+        assert self.result is not None
+        return self.result
+
+    def backward(self, wanted: tuple[int, ...], scale: float, old: list[Any], *, in_place: bool) -> list[jax.Array]:
+        """The gradients of the parameters with these indices, times `scale`, each added to what `old` holds unless None."""
+        assert self.saved is not None
+        program = self.programs.backward_in_place if in_place else self.programs.backward
+        loss, aux, summed = program(self.layout, wanted, *self.saved, jnp.asarray(scale), old)
+        self.result = loss, aux
+        return summed
+
+
+class Loss:
+    """The value of a loss, and the way to its gradients: what PyTorch's `loss` tensor with its graph is.
+
+    Made by `evaluate`. Nothing has been computed when it is made, and nothing waits for the device but `item`. Multiples,
+    `loss / 4` or `2 * loss`, share its graph.
+    """
+
+    def __init__(self, graph: _Graph, scale: float = 1.0):
+        self._graph, self._scale = graph, scale
+
+    @property
+    def value(self) -> jax.Array:
+        """The loss, `[]`."""
+        loss, _ = self._graph.forward()
+        return loss if self._scale == 1.0 else loss * jnp.asarray(self._scale, loss.dtype)
+
+    @property
+    def aux(self) -> PyTree:
+        """What the loss function returned beside the loss, as a pair; None if nothing."""
+        return self._graph.forward()[1]
+
+    def item(self) -> float:
+        """The loss as a Python number; waits for the device."""
+        return self.value.item()
+
+    def __mul__(self, factor: float) -> "Loss":
+        return Loss(self._graph, self._scale * float(factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> "Loss":
+        return Loss(self._graph, self._scale / float(divisor))
+
+    def backward(self, retain_graph: bool = False, inputs: Sequence[Parameter] | None = None) -> None:
+        """Add the gradients to the `.grad` of the parameters that the loss depends on.
+
+        The pure expression: `buffer, loss = fg.backward(loss_fn)(buffer, params, *args)`. If it raises, every `.grad` is left
+        as it was.
+
+        Args:
+          retain_graph: whether `backward` may be called again.
+          inputs: the parameters to add gradients to; None for all.
+
+        Raises:
+          RuntimeError: a second backward without `retain_graph`, or there is nothing to compute gradients for, or a hook's
+            gradient does not fit.
+
+        Reference:
+          `torch.Tensor.backward <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html>`_
+        """
+        graph = self._graph
+        if graph.saved is None:
+            raise RuntimeError(
+                "trying to backward through the graph a second time: what it needs was freed by the first backward. Give that "
+                "one retain_graph=True, or evaluate the loss again"
+            )
+        if inputs is not None and not inputs:
+            raise RuntimeError("inputs must name at least one parameter; got none. Leave it out for all parameters")
+        if not any(graph.reached):
+            raise RuntimeError(
+                "the loss does not depend on any parameter that requires a gradient, so there is nothing to compute. Pass the "
+                "Parameters to evaluate, not their arrays, and look for requires_grad=False, detach() and stop_gradient"
+            )
+        wanted = tuple(
+            index
+            for index, parameter in enumerate(graph.parameters)
+            if graph.reached[index] and parameter.requires_grad and (inputs is None or parameter in inputs)
+        )
+        if wanted:
+            self._accumulate(wanted)
+        if not retain_graph:
+            graph.forward()
+            graph.saved = None
+
+    def _accumulate(self, wanted: tuple[int, ...]) -> None:
+        parameters = [self._graph.parameters[index] for index in wanted]
+        before = [(parameter._grad, parameter._grad_is_lent) for parameter in parameters]
+        old = [grad for grad, _ in before]
+        if any(parameter._hooks for parameter in parameters):
+            grads = self._graph.backward(wanted, self._scale, [None] * len(wanted), in_place=False)
+            grads = [_hooked(parameter, grad) for parameter, grad in zip(parameters, grads, strict=True)]
+            summed = [grad if was is None else was + grad for was, grad in zip(old, grads, strict=True)]
+        else:
+            kept = any(lent for _, lent in before) or any(parameter._post_hooks for parameter in parameters)
+            summed = self._graph.backward(wanted, self._scale, old, in_place=not kept)
+        for parameter, grad in zip(parameters, summed, strict=True):
+            parameter._grad, parameter._grad_is_lent = grad, False
+        try:
+            for parameter in parameters:
+                for hook in list(parameter._post_hooks.values()):
+                    hook(parameter)
+        except BaseException:
+            for parameter, (grad, _) in zip(parameters, before, strict=True):
+                parameter._grad, parameter._grad_is_lent = grad, True
+            raise
+
+
+def evaluate(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> Loss:
+    """The loss of a function that is written for plain arrays, at the arrays of `params`.
+
+    Args:
+      loss_fn: `loss_fn(params, *args)` gives a real scalar or a `WeightedLoss`, or a pair of that and aux. It is compiled, once
+        for given shapes, so it has to be the same object at each call and get what changes as an argument.
+      params: a pytree with Parameters among its leaves; the function sees their arrays.
+      *args: more arguments, pytrees too; Parameters in them count like those in `params`. Numbers are arrays, as for
+        `jax.jit`; leaves that are neither (booleans, strings, functions) are constants of the compiled program.
+
+    Returns:
+      A `Loss`: `item()`, `value`, `aux`, `backward()`.
+
+    Raises:
+      TypeError: `loss_fn` returns no real scalar.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from funcgrad import stateful
+      >>> params = stateful.parameters({"w": jnp.array(3.0)})
+      >>> loss = stateful.evaluate(lambda params, x: (params["w"] * x) ** 2, params, 2.0)
+      >>> loss.backward()
+      >>> print(loss.item(), params["w"].grad)
+      36.0 24.0
+    """
+    parameters = unique_parameters(params, args)
+    places = {id(parameter): index for index, parameter in enumerate(parameters)}
+    leaves, treedef = jax.tree.flatten((params, *args))
+    slots: list[tuple[Any, ...]] = []
+    arrays: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Parameter):
+            slots.append(("parameter", places[id(leaf)]))
+        elif trees.dtype_of(leaf) is not None and not isinstance(leaf, bool):
+            slots.append(("array", len(arrays)))
+            arrays.append(leaf)
+        else:
+            slots.append(("constant", type(leaf), leaf))
+    layout = _Layout(treedef, tuple(slots), tuple(parameter.requires_grad for parameter in parameters))
+    programs, values = _programs_of(loss_fn), [parameter.data for parameter in parameters]
+    return Loss(_Graph(programs, layout, parameters, programs.reached(layout, values, arrays), (values, arrays)))
+
+
+def grad(
+    loss_fn: Callable[..., Any], params: PyTree, *args: Any, allow_unused: bool = False, materialize_grads: bool = False
+) -> PyTree:
+    """The gradients themselves, which leave every `.grad` alone: PyTorch's `torch.autograd.grad`.
+
+    The pure expression: `fg.grad(loss_fn)(params, *args)`.
+
+    Args:
+      loss_fn, params, args: as for `evaluate`.
+      allow_unused: give None for a parameter that the loss does not depend on, where that is an error otherwise.
+      materialize_grads: give zeros for it.
+
+    Returns:
+      `params` with a gradient for each Parameter, and None for what is none.
+
+    Raises:
+      RuntimeError: a Parameter requires no gradient, or the loss does not depend on it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from funcgrad import stateful
+      >>> params = stateful.parameters({"w": jnp.array(3.0)})
+      >>> print(stateful.grad(lambda params: params["w"] ** 2, params)["w"], params["w"].grad)
+      6.0 None
+
+    Reference:
+      `torch.autograd.grad <https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad.html>`_
+    """
+    graph = evaluate(loss_fn, params, *args)._graph
+    places = {parameter: index for index, parameter in enumerate(graph.parameters)}
+    for name, leaf in trees.leaves_with_names(params, "params"):
+        if not isinstance(leaf, Parameter):
+            continue
+        if not leaf.requires_grad:
+            raise RuntimeError(f"{name} requires no gradient. Set requires_grad=True, or leave it out of params")
+        if not (graph.reached[places[leaf]] or allow_unused or materialize_grads):
+            raise RuntimeError(
+                f"the loss does not depend on {name}. Give allow_unused=True to have None for it, or materialize_grads=True "
+                "for zeros"
+            )
+    wanted = tuple(places[parameter] for parameter in unique_parameters(params) if graph.reached[places[parameter]])
+    grads = graph.backward(wanted, 1.0, [None] * len(wanted), in_place=False) if wanted else []
+    found = dict(zip(wanted, grads, strict=True))
+
+    def gradient(leaf: Any) -> Any:
+        if not isinstance(leaf, Parameter):
+            return None
+        return found.get(places[leaf], jnp.zeros_like(leaf.data) if materialize_grads else None)
+
+    return jax.tree.map(gradient, params)
+
+
+@functools.lru_cache(maxsize=256)
+def _programs_of(loss_fn: Callable[..., Any]) -> _Programs:
+    return _Programs(loss_fn)
+
+
+def _replaced(values: Sequence[Any], indices: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
+    replaced = list(values)
+    for index, value in zip(indices, chosen, strict=True):
+        replaced[index] = value
+    return replaced
+
+
+def _hooked(parameter: Parameter, grad: jax.Array) -> jax.Array:
+    for hook in list(parameter._hooks.values()):
+        answer = hook(grad)
+        if answer is None:
+            continue
+        if jnp.shape(answer) != grad.shape or trees.dtype_of(answer) != grad.dtype:
+            raise RuntimeError(
+                f"a hook must return a gradient like {trees.describe(grad)}, or None; got {trees.describe(answer)}"
+            )
+        grad = jnp.asarray(answer)
+    return grad

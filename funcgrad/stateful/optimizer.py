@@ -1,0 +1,148 @@
+"""Optimizer: PyTorch's `step` and `zero_grad` around any optax transformation, with state for each parameter."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from funcgrad import trees
+from funcgrad.stateful.parameter import Parameter, unique_parameters
+from funcgrad.trees import PyTree
+
+Groups = Sequence[tuple[PyTree, optax.GradientTransformation]]
+
+
+class Optimizer:
+    """Updates Parameters in place from their `.grad`.
+
+    As in PyTorch, each parameter has a state of its own, begun at its first step. A parameter whose `.grad` is None is not
+    touched, nor is its state; one whose `.grad` is zeros is. Whether it still requires a gradient is not looked at.
+
+    Each parameter is given to the transformation by itself, so what couples parameters belongs elsewhere: clip with
+    `clip_grad_norm_` before the step, as in PyTorch. The pure expression of a step, for one transformation and all parameters
+    together: `updates, opt_state = optimizer.update(fg.mean(buffer), opt_state, params)`, and then `optax.apply_updates`.
+
+    Args:
+      transformation: any optax transformation, for `params`; or groups, `[(params, transformation), ...]`.
+      params: a pytree with Parameters among its leaves; None with groups.
+
+    Raises:
+      ValueError: there is no Parameter, or one is in two groups.
+      TypeError: a transformation is none.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from funcgrad import stateful
+      >>> weight = stateful.Parameter(jnp.array(3.0))
+      >>> optimizer = stateful.Optimizer(optax.sgd(0.1), weight)
+      >>> for _ in range(2):
+      ...     optimizer.zero_grad()
+      ...     stateful.evaluate(jnp.square, weight).backward()
+      ...     optimizer.step()
+      >>> print(round(weight.data.item(), 2))
+      1.92
+
+    Reference:
+      `torch.optim.Optimizer <https://docs.pytorch.org/docs/stable/optim.html>`_
+    """
+
+    def __init__(self, transformation: optax.GradientTransformation | Groups, params: PyTree = None):
+        is_one = hasattr(transformation, "update")
+        groups: Any = [(params, transformation)] if is_one else transformation
+        self._groups: list[_Group] = []
+        seen: set[Parameter] = set()
+        for group_params, each in groups:
+            if not (callable(getattr(each, "init", None)) and callable(getattr(each, "update", None))):
+                raise TypeError(f"expected an optax transformation, optax.sgd(0.1) for example; got {trees.describe(each)}")
+            found = unique_parameters(group_params)
+            if not found:
+                raise ValueError("the optimizer got no Parameter. Make them with stateful.parameters(tree)")
+            if seen.intersection(found):
+                raise ValueError("a Parameter stands in more than one group; each can be updated by one transformation only")
+            seen.update(found)
+            self._groups.append(_Group(found, each))
+        if not self._groups:
+            raise ValueError("the optimizer got no group: give it [(params, transformation), ...]")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. The gradients stay: clear them with `zero_grad`.
+
+        Args:
+          closure: called first, to evaluate the loss and its gradients; its answer is returned.
+        """
+        answer = None if closure is None else closure()
+        for group in self._groups:
+            group.step()
+        return answer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the `.grad` of this optimizer's parameters, and of no others."""
+        for parameter in self.parameters:
+            parameter.zero_grad(set_to_none)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The parameters of all groups, in order."""
+        return [parameter for group in self._groups for parameter in group.parameters]
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state: for each parameter that of the transformation, or None before the first step."""
+        states = [state for group in self._groups for state in group.states]
+        return {"state": [jax.tree.map(jnp.copy, state) for state in states]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; nothing is changed if it does not fit.
+
+        Raises:
+          ValueError: it is of another number of parameters, or of another transformation.
+        """
+        states = list(state_dict["state"])
+        if len(states) != len(self.parameters):
+            raise ValueError(f"the state is of {len(states)} parameters, but this optimizer has {len(self.parameters)}")
+        position = 0
+        taken = []
+        for group in self._groups:
+            for parameter in group.parameters:
+                expected = jax.eval_shape(group.transformation.init, parameter.data)
+                state = states[position]
+                if state is not None:
+                    trees.check_same_structure(
+                        expected, state, "the transformation's state", f"state_dict['state'][{position}]"
+                    )
+                taken.append(jax.tree.map(jnp.copy, state))
+                position += 1
+        for group in self._groups:
+            group.states, taken = taken[: len(group.parameters)], taken[len(group.parameters) :]
+
+
+class _Group:
+    """The parameters that one transformation updates, and its state for each of them."""
+
+    def __init__(self, parameters: list[Parameter], transformation: optax.GradientTransformation):
+        self.parameters, self.transformation = parameters, transformation
+        self.states: list[Any] = [None] * len(parameters)
+        self._update = jax.jit(self._update_each, donate_argnums=2)
+
+    def step(self) -> None:
+        active = [index for index, parameter in enumerate(self.parameters) if parameter._grad is not None]
+        if not active:
+            return
+        values = [self.parameters[index].data for index in active]
+        grads = [self.parameters[index]._grad for index in active]
+        for index, value in zip(active, values, strict=True):
+            if self.states[index] is None:
+                # Its own arrays: it is given away at each step, and a state may hold the parameter itself.
+                self.states[index] = jax.tree.map(jnp.copy, self.transformation.init(value))
+        values, states = self._update(values, grads, [self.states[index] for index in active])
+        for index, value, state in zip(active, values, states, strict=True):
+            self.parameters[index]._data, self.states[index] = value, state
+
+    def _update_each(self, values: list[Any], grads: list[Any], states: list[Any]) -> tuple[list[Any], list[Any]]:
+        new_values, new_states = [], []
+        for value, grad, state in zip(values, grads, states, strict=True):
+            updates, new_state = self.transformation.update(grad, state, value)
+            new_values.append(optax.apply_updates(value, updates))
+            new_states.append(new_state)
+        return new_values, new_states
