@@ -51,7 +51,7 @@ def clip_grad_norm_(params: PyTree, max_norm: float, norm_type: float = 2.0, err
             "or pass error_if_nonfinite=False"
         )
     for parameter, grad in zip(parameters, clipped, strict=True):
-        parameter._grad, parameter._grad_is_lent = grad, False
+        parameter.set_grad(grad)
     return norm
 
 
@@ -79,7 +79,7 @@ def clip_grad_value_(params: PyTree, clip_value: float) -> None:
     """
     for parameter in unique_parameters(params):
         if parameter._grad is not None:
-            parameter._grad, parameter._grad_is_lent = jnp.clip(parameter._grad, -clip_value, clip_value), False
+            parameter.set_grad(jnp.clip(parameter._grad, -clip_value, clip_value))
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 
 from funcgrad import trees
 from funcgrad.loss import WeightedLoss, read_loss
@@ -35,44 +37,74 @@ class _Layout:
         return self.treedef.unflatten(slot[2] if slot[0] == "constant" else sources[slot[0]][slot[1]] for slot in self.slots)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A loss function, traced for one layout and given shapes.
+
+    Attributes:
+      run: `(values, arrays) -> [loss, *aux leaves]`.
+      aux_treedef: the structure of aux.
+      reached: for each parameter, whether it requires a gradient and the loss depends on it.
+    """
+
+    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    aux_treedef: Any
+    reached: list[bool]
+
+    def __call__(self, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, PyTree]:
+        loss, *aux = self.run(values, arrays)
+        return loss, self.aux_treedef.unflatten(aux)
+
+
 class _Programs:
-    """The compiled programs of one loss function."""
+    """The compiled programs of one loss function, which is itself called once for given shapes."""
 
     def __init__(self, loss_fn: Callable[..., Any]):
         self._loss_fn = loss_fn
-        self._reached: dict[Any, list[bool]] = {}
-        self.forward = jax.jit(self._evaluate, static_argnums=0)
-        self.backward = jax.jit(self._backward, static_argnums=(0, 1))
-        self.backward_in_place = jax.jit(self._backward, static_argnums=(0, 1), donate_argnums=5)
+        self._traced: dict[Any, _Traced] = {}
+        self.forward = jax.jit(self._forward, static_argnums=0)
+        self.backward = jax.jit(self._backward, static_argnums=(0, 1), donate_argnums=6)
 
-    def reached(self, layout: _Layout, values: list[jax.Array], arrays: list[Any]) -> list[bool]:
-        """For each parameter, whether it requires a gradient and the loss depends on it; traced once for given shapes."""
+    def trace(self, layout: _Layout, values: list[jax.Array], arrays: list[Any]) -> tuple[Any, _Traced]:
+        """`(key, traced)`, with `key` a hashable name for it."""
         key = layout, tuple((jnp.shape(leaf), trees.dtype_of(leaf)) for leaf in (*values, *arrays))
-        if key not in self._reached:
-            indices = [index for index, required in enumerate(layout.requires_grad) if required]
+        if key not in self._traced:
+
+            def evaluate(values: list[Any], arrays: list[Any]) -> tuple[Any, PyTree]:
+                output = self._loss_fn(*layout.arguments(values, arrays))
+                loss, aux = read_loss(output, has_aux=isinstance(output, tuple))
+                return jnp.asarray(loss.mean() if isinstance(loss, WeightedLoss) else loss), aux
+
+            closed, (_, aux) = jax.make_jaxpr(evaluate, return_shape=True)(values, arrays)
+            run_flat = jax.extend.core.jaxpr_as_fun(closed)
+            required = [index for index, is_required in enumerate(layout.requires_grad) if is_required]
 
             def loss_of(chosen: list[Any]) -> Any:
-                return self._evaluate(layout, _replaced(values, indices, chosen), arrays)[0]
+                return run_flat(*_replaced(values, required, chosen), *arrays)[0]
 
-            found = gradient_reaches(loss_of, [values[index] for index in indices])
-            self._reached[key] = [index in indices and found[indices.index(index)] for index in range(len(values))]
-        return self._reached[key]
+            found = dict(zip(required, gradient_reaches(loss_of, [values[index] for index in required]), strict=True))
+            reached = [found.get(index, False) for index in range(len(values))]
+            self._traced[key] = _Traced(lambda values, arrays: run_flat(*values, *arrays), jax.tree.structure(aux), reached)
+        return key, self._traced[key]
 
-    def _evaluate(self, layout: _Layout, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, PyTree]:
-        output = self._loss_fn(*layout.arguments(values, arrays))
-        loss, aux = read_loss(output, has_aux=isinstance(output, tuple))
-        return jnp.asarray(loss.mean() if isinstance(loss, WeightedLoss) else loss), aux
+    def _forward(self, key: Any, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, PyTree]:
+        return self._traced[key](values, arrays)
 
     def _backward(  # noqa: PLR0917
-        self, layout: _Layout, wanted: tuple[int, ...], values: Any, arrays: Any, cotangent: Any, old: Any
+        self, key: Any, wanted: tuple[int, ...], values: Any, arrays: Any, scale: Any, is_first: Any, old: Any
     ) -> tuple[Any, PyTree, list[jax.Array]]:
         def loss_of(chosen: list[Any]) -> tuple[Any, PyTree]:
-            return self._evaluate(layout, _replaced(values, wanted, chosen), arrays)
+            return self._traced[key](_replaced(values, wanted, chosen), arrays)
 
         loss, pullback, aux = jax.vjp(loss_of, [values[index] for index in wanted], has_aux=True)
         # PyTorch's gradient of a complex parameter is the conjugate of JAX's.
-        grads = [jnp.conj(grad) for grad in pullback(cotangent.astype(loss.dtype))[0]]
-        return loss, aux, [grad if before is None else before + grad for before, grad in zip(old, grads, strict=True)]
+        grads = [jnp.conj(grad) for grad in pullback(scale.astype(loss.dtype))[0]]
+        # Where a gradient is the first, what was in its memory does not count, not even NaN.
+        return (
+            loss,
+            aux,
+            [jnp.where(first, grad, before + grad) for first, before, grad in zip(is_first, old, grads, strict=True)],
+        )
 
 
 @dataclasses.dataclass
@@ -80,14 +112,14 @@ class _Graph:
     """What a loss was computed from, until its gradients are taken; shared by a loss and its multiples.
 
     Attributes:
-      programs, layout, parameters: which computation, of which parameters.
+      programs, key, parameters: which computation, of which parameters.
       reached: for each parameter, whether it requires a gradient and the loss depends on it.
       saved: the arrays of the parameters, and the other arrays; None once the graph was used.
       result: the loss and aux, once computed.
     """
 
     programs: _Programs
-    layout: _Layout
+    key: Any
     parameters: list[Parameter]
     reached: list[bool]
     saved: tuple[list[jax.Array], list[Any]] | None
@@ -97,17 +129,28 @@ class _Graph:
         """The loss and aux."""
         if self.result is None:
             assert self.saved is not None
-            self.result = self.programs.forward(self.layout, *self.saved)
+            self.result = self.programs.forward(self.key, *self.saved)
         assert self.result is not None
         return self.result
 
-    def backward(self, wanted: tuple[int, ...], scale: float, old: list[Any], *, in_place: bool) -> list[jax.Array]:
-        """The gradients of the parameters with these indices, times `scale`, each added to what `old` holds unless None."""
+    def backward(self, wanted: tuple[int, ...], scale: float, old: list[tuple[bool, jax.Array]]) -> list[jax.Array]:
+        """The gradients of the parameters with these indices, times `scale`, each added to what `old` holds.
+
+        Args:
+          wanted: which parameters.
+          scale: the cotangent of the loss.
+          old: for each, whether the gradient is the first, so that nothing is added; and an array, whose memory is reused.
+        """
         assert self.saved is not None
-        program = self.programs.backward_in_place if in_place else self.programs.backward
-        loss, aux, summed = program(self.layout, wanted, *self.saved, jnp.asarray(scale), old)
+        is_first = np.array([first for first, _ in old])
+        given = [array for _, array in old]
+        loss, aux, summed = self.programs.backward(self.key, wanted, *self.saved, jnp.asarray(scale), is_first, given)
         self.result = loss, aux
         return summed
+
+    def gradients(self, wanted: tuple[int, ...], scale: float) -> list[jax.Array]:
+        """The gradients, added to nothing."""
+        return self.backward(wanted, scale, [(True, jnp.zeros_like(self.parameters[index]._data)) for index in wanted])
 
 
 class Loss:
@@ -186,24 +229,24 @@ class Loss:
 
     def _accumulate(self, wanted: tuple[int, ...]) -> None:
         parameters = [self._graph.parameters[index] for index in wanted]
-        before = [(parameter._grad, parameter._grad_is_lent) for parameter in parameters]
-        old = [grad for grad, _ in before]
+        keep = any(parameter._hooks or parameter._post_hooks for parameter in parameters)
+        before = [parameter._grad for parameter in parameters]
         if any(parameter._hooks for parameter in parameters):
-            grads = self._graph.backward(wanted, self._scale, [None] * len(wanted), in_place=False)
+            grads = self._graph.gradients(wanted, self._scale)
             grads = [_hooked(parameter, grad) for parameter, grad in zip(parameters, grads, strict=True)]
-            summed = [grad if was is None else was + grad for was, grad in zip(old, grads, strict=True)]
+            summed = [grad if was is None else was + grad for was, grad in zip(before, grads, strict=True)]
         else:
-            kept = any(lent for _, lent in before) or any(parameter._post_hooks for parameter in parameters)
-            summed = self._graph.backward(wanted, self._scale, old, in_place=not kept)
+            old = [parameter.memory_for_sum(keep=keep) for parameter in parameters]
+            summed = self._graph.backward(wanted, self._scale, old)
         for parameter, grad in zip(parameters, summed, strict=True):
-            parameter._grad, parameter._grad_is_lent = grad, False
+            parameter.set_grad(grad)
         try:
             for parameter in parameters:
                 for hook in list(parameter._post_hooks.values()):
                     hook(parameter)
         except BaseException:
-            for parameter, (grad, _) in zip(parameters, before, strict=True):
-                parameter._grad, parameter._grad_is_lent = grad, True
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
             raise
 
 
@@ -246,8 +289,9 @@ def evaluate(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> Loss:
         else:
             slots.append(("constant", type(leaf), leaf))
     layout = _Layout(treedef, tuple(slots), tuple(parameter.requires_grad for parameter in parameters))
-    programs, values = _programs_of(loss_fn), [parameter.data for parameter in parameters]
-    return Loss(_Graph(programs, layout, parameters, programs.reached(layout, values, arrays), (values, arrays)))
+    programs, values = _programs_of(loss_fn), [parameter._data for parameter in parameters]
+    key, traced = programs.trace(layout, values, arrays)
+    return Loss(_Graph(programs, key, parameters, traced.reached, (values, arrays)))
 
 
 def grad(
@@ -291,7 +335,7 @@ def grad(
                 "for zeros"
             )
     wanted = tuple(places[parameter] for parameter in unique_parameters(params) if graph.reached[places[parameter]])
-    grads = graph.backward(wanted, 1.0, [None] * len(wanted), in_place=False) if wanted else []
+    grads = graph.gradients(wanted, 1.0) if wanted else []
     found = dict(zip(wanted, grads, strict=True))
 
     def gradient(leaf: Any) -> Any:

@@ -52,6 +52,8 @@ class Parameter:
         self._grad: jax.Array | None = None
         # Whether somebody outside may hold the array of `.grad`, so that its memory must not be reused.
         self._grad_is_lent = False
+        # The memory of a gradient that was cleared, for the next one.
+        self._spare: jax.Array | None = None
         self._hooks: dict[int, Callable[..., Any]] = {}
         self._post_hooks: dict[int, Callable[..., Any]] = {}
         self._next_hook = 0
@@ -96,9 +98,12 @@ class Parameter:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`: to None, or to zeros where there is one. The pure expression: `buffer = fg.zero_grad(buffer)`."""
-        if self._grad is not None:
-            self._grad = None if set_to_none else jnp.zeros_like(self._grad)
-            self._grad_is_lent = False
+        if self._grad is None:
+            return
+        if set_to_none:
+            self._spare, self._grad = None if self._grad_is_lent else self._grad, None
+        else:
+            self.set_grad(jnp.zeros_like(self._grad))
 
     def detach(self) -> jax.Array:
         """The array, which is a constant to a loss function: `jax.lax.stop_gradient` of the parameter."""
@@ -111,6 +116,21 @@ class Parameter:
     def register_post_accumulate_grad_hook(self, hook: Callable[["Parameter"], None]) -> Handle:
         """Have `hook(parameter)` called after each backward that added to `.grad`."""
         return self._register(self._post_hooks, hook)
+
+    def set_grad(self, grad: jax.Array) -> None:
+        """Take over a gradient that nobody else holds."""
+        self._grad, self._grad_is_lent = grad, False
+
+    def memory_for_sum(self, *, keep: bool = False) -> tuple[bool, jax.Array]:
+        """`(is_first, array)`: whether there is no gradient yet, and an array to give away, with the sum so far if there is.
+
+        Args:
+          keep: `.grad` itself must stay alive, too.
+        """
+        if self._grad is None:
+            spare, self._spare = self._spare, None
+            return True, jnp.zeros_like(self._data) if spare is None else spare
+        return False, jnp.copy(self._grad) if keep or self._grad_is_lent else self._grad
 
     def __repr__(self) -> str:
         return f"Parameter({trees.describe(self._data)}, requires_grad={self.requires_grad})"

@@ -86,8 +86,7 @@ class GradScaler:
         holders = [parameter for parameter in optimizer.parameters if parameter._grad is not None]
         for parameter in holders:
             assert parameter._grad is not None
-            unscaled = parameter._grad * jnp.asarray(1.0 / self._scale, parameter._grad.dtype)
-            parameter._grad, parameter._grad_is_lent = unscaled, False
+            parameter.set_grad(parameter._grad * jnp.asarray(1.0 / self._scale, parameter._grad.dtype))
         if holders:
             self._all_finite[id(optimizer)] = accumulator.all_finite([parameter._grad for parameter in holders])
         self._stages[id(optimizer)] = _UNSCALED

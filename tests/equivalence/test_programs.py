@@ -41,11 +41,13 @@ instructions = st.one_of(
 
 @given(st.lists(instructions, min_size=1, max_size=12))
 @settings(max_examples=60)
-def check_programs(program):
+def check_programs(program):  # noqa: PLR0912
     initial = {"a": np.array([0.3, -0.7]), "b": np.array([0.1, 0.2]), "tied": np.array(1.5)}
     tensors = {name: torch.tensor(value, requires_grad=True) for name, value in initial.items()}
     shared = jnp.asarray(initial["tied"])
-    tree = stateful.parameters({"a": jnp.asarray(initial["a"]), "b": jnp.asarray(initial["b"]), "tied": shared, "again": shared})
+    tree = stateful.parameters(
+        {"a": jnp.asarray(initial["a"]), "b": jnp.asarray(initial["b"]), "tied": shared, "again": shared}
+    )
     params = {name: tree[name] for name in NAMES}
     theirs = torch.optim.SGD(tensors.values(), lr=0.05, momentum=0.9)
     ours = stateful.Optimizer(optax.sgd(0.05, momentum=0.9), tree)
