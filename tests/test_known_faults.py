@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import funcgrad as fg
+from funcgrad import stateful
 
 
 def token_loss(params, batch):
@@ -354,3 +355,86 @@ class TestStructure:
                 times[loop].append(time.perf_counter() - start)
         if jax.default_backend() == "cpu":
             assert statistics.median(times["auto"][1:]) <= statistics.median(times["scan"][1:]) / 2
+
+
+class TestImplicitFace:
+    """The same faults where gradient state is hidden."""
+
+    @staticmethod
+    def _weight(value=0.0):
+        weight = stateful.Parameter(jnp.array(value))
+        return weight, stateful.Optimizer(optax.sgd(1.0), weight)
+
+    def test_12_cleared_at_the_end_of_the_window_and_only_there(self):
+        weight, optimizer = self._weight()
+        for window, total in (([1.0, 2.0], 3.0), ([1.0], 1.0)):
+            optimizer.zero_grad()
+            for row in window:
+                stateful.evaluate(jnp.multiply, weight, row).backward()
+            assert weight.grad == total
+            optimizer.step()
+
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_13_nan_does_not_survive(self, bad, set_to_none):
+        weight, optimizer = self._weight()
+        for row in (bad, 2.0):
+            optimizer.zero_grad(set_to_none)
+            stateful.evaluate(jnp.multiply, weight, row).backward()
+        assert weight.grad == 2.0
+
+    def test_14_gradients_read_before_zero_grad_keep_their_value(self):
+        weight, optimizer = self._weight()
+        stateful.evaluate(jnp.multiply, weight, 3.0).backward()
+        kept = weight.grad
+        optimizer.zero_grad()
+        assert weight.grad is None
+        stateful.evaluate(jnp.multiply, weight, 5.0).backward()
+        assert (kept, weight.grad) == (3.0, 5.0)
+
+    def test_17_an_optimizer_that_runs_in_backward_warns(self):
+        weight, optimizer = self._weight()
+        weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        with pytest.warns(UserWarning, match="an optimizer steps in a hook, at every backward"):
+            stateful.evaluate(jnp.multiply, weight, 1.0).backward()
+
+    def test_21_a_parameter_used_in_one_microbatch_only(self):
+        params = stateful.parameters({"a": jnp.array(1.0), "b": jnp.array(1.5)})
+        losses = [lambda params: 2 * params["a"], lambda params: params["a"] + 3 * params["b"]]
+        for loss_fn in losses:
+            stateful.evaluate(loss_fn, params).backward()
+        assert (params["a"].grad, params["b"].grad) == (3.0, 3.0)
+        buffer = fg.zeros({"a": jnp.array(1.0), "b": jnp.array(1.5)})
+        buffer = fg.accumulate(
+            fg.accumulate(buffer, {"a": jnp.array(2.0), "b": None}), {"a": jnp.array(1.0), "b": jnp.array(3.0)}
+        )
+        assert fg.total(buffer) == {"a": 3.0, "b": 3.0}
+
+    def test_22_the_generators_backward_leaves_nothing_in_the_discriminator(self):
+        discriminator, generator = stateful.Parameter(jnp.array(2.0)), stateful.Parameter(jnp.array(3.0))
+        stateful.evaluate(jnp.multiply, discriminator, generator).backward(inputs=[generator])
+        assert (discriminator.grad, generator.grad) == (None, 2.0)
+        generator.zero_grad()
+        stateful.evaluate(jnp.multiply, discriminator.detach(), generator).backward()
+        assert (discriminator.grad, generator.grad) == (None, 2.0)
+        buffer, _ = fg.backward(lambda generator, discriminator: discriminator * generator, batch_argnums=())(
+            fg.zeros(jnp.array(3.0)), jnp.array(3.0), jnp.array(2.0)
+        )
+        assert fg.total(buffer) == 2.0  # the explicit face: each network has a buffer of its own
+
+    def test_23_recurrent_state_detached_or_not(self):
+        def step(w, h):
+            return w * h, w * h  # the loss, and the next state
+
+        def two_steps(w, h):
+            first, h = step(w, h)
+            return first + step(w, h)[0]
+
+        weight, _ = self._weight(2.0)
+        loss = stateful.evaluate(step, weight, 1.0)
+        loss.backward()
+        stateful.evaluate(step, weight, loss.aux).backward()
+        assert weight.grad == 3.0  # truncated: the second step sees the first one's state as a constant
+        weight.zero_grad()
+        stateful.evaluate(two_steps, weight, 1.0).backward()
+        assert weight.grad == 5.0

@@ -12,7 +12,7 @@ import numpy as np
 
 from funcgrad import trees
 from funcgrad.loss import WeightedLoss, read_loss
-from funcgrad.stateful.parameter import Parameter, unique_parameters
+from funcgrad.stateful.parameter import HookContext, Parameter, unique_parameters
 from funcgrad.stateful.presence import gradient_reaches
 from funcgrad.trees import PyTree
 
@@ -241,9 +241,10 @@ class Loss:
         for parameter, grad in zip(parameters, summed, strict=True):
             parameter.set_grad(grad)
         try:
-            for parameter in parameters:
-                for hook in list(parameter._post_hooks.values()):
-                    hook(parameter)
+            with HookContext():
+                for parameter in parameters:
+                    for hook in list(parameter._post_hooks.values()):
+                        hook(parameter)
         except BaseException:
             for parameter, grad in zip(parameters, before, strict=True):
                 parameter.grad = grad

@@ -1,5 +1,6 @@
 """Optimizer: PyTorch's `step` and `zero_grad` around any optax transformation, with state for each parameter."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from funcgrad import trees
-from funcgrad.stateful.parameter import Parameter, unique_parameters
+from funcgrad.stateful.parameter import HookContext, Parameter, unique_parameters
 from funcgrad.trees import PyTree
 
 Groups = Sequence[tuple[PyTree, optax.GradientTransformation]]
@@ -72,6 +73,13 @@ class Optimizer:
         Args:
           closure: called first, to evaluate the loss and its gradients; its answer is returned.
         """
+        if HookContext.depth:
+            warnings.warn(
+                "an optimizer steps in a hook, at every backward: gradients are then not accumulated over microbatches. Step "
+                "after the last backward of a window",
+                UserWarning,
+                stacklevel=2,
+            )
         answer = None if closure is None else closure()
         for group in self._groups:
             group.step()

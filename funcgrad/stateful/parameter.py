@@ -151,6 +151,18 @@ class Parameter:
         return jnp.asarray(value)
 
 
+class HookContext:
+    """Counts the hooks that are running after an accumulation, so that an optimizer knows that it steps in one."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        HookContext.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        HookContext.depth -= 1
+
+
 def parameters(tree: PyTree) -> PyTree:
     """`tree` with a `Parameter` for each array; an array that stands in two places is one `Parameter` (tied weights).
 

@@ -1,0 +1,153 @@
+"""The implicit face by itself; what it means beside PyTorch is in tests/equivalence."""
+
+import gc
+import statistics
+import time
+import weakref
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import pytest
+
+import funcgrad as fg
+from funcgrad import stateful
+
+
+class TestParameter:
+    def test_a_tree_of_parameters(self):
+        tied = jnp.ones(2)
+        params = stateful.parameters({"a": tied, "b": [tied, np.ones(3, np.float32), None], "n": jnp.arange(3), "name": "net"})
+        assert params["a"] is params["b"][0]
+        assert (params["b"][1].data.shape, params["b"][2], params["name"]) == ((3,), None, "net")
+        assert [params[name].requires_grad for name in ("a", "n")] == [True, False]
+        assert stateful.parameters(params)["a"] is params["a"]
+        assert repr(params["n"]) == "Parameter(int32[3], requires_grad=False)"
+
+    @pytest.mark.parametrize("name", ["grad", "data"])
+    def test_assignments_that_do_not_fit(self, name):
+        weight = stateful.Parameter(jnp.ones(2))
+        for value in (jnp.ones(3), jnp.ones(2, jnp.float16), np.ones((), np.float32)):
+            with pytest.raises(RuntimeError, match=rf"{name} must be like the parameter, float32\[2\]; got "):
+                setattr(weight, name, value)
+        with pytest.raises(TypeError, match=rf"{name} must be an array like the parameter's float32\[2\]; got str"):
+            setattr(weight, name, "zeros")
+        setattr(weight, name, np.full(2, 3, np.float32))
+        assert getattr(weight, name).tolist() == [3, 3]
+
+    def test_integers_cannot_require_gradients(self):
+        with pytest.raises(
+            RuntimeError, match=r"only floating and complex parameters can require gradients; this one is int32\[3\]"
+        ):
+            stateful.Parameter(jnp.arange(3))
+
+
+class TestEvaluate:
+    def test_the_function_is_called_once_for_given_shapes(self):
+        calls = []
+
+        def loss_fn(params, x):
+            calls.append(x.shape)
+            return jnp.sum(params["w"] * x) ** 2, {"x": x}
+
+        params = stateful.parameters({"w": jnp.ones(3)})
+        for step in range(5):
+            for x in (jnp.ones(3), jnp.arange(3.0)):
+                loss = stateful.evaluate(loss_fn, params, x)
+                if step % 2:
+                    loss.item()
+                loss.backward()
+                _ = params["w"].grad if step % 3 else None  # lent or not, one program
+            stateful.zero_grad(params, set_to_none=bool(step % 2))
+        assert len(calls) == 1
+        stateful.evaluate(loss_fn, params, jnp.ones(()))
+        assert len(calls) == 2
+
+    def test_gradients_are_added_in_the_same_memory(self):
+        weight = stateful.Parameter(jnp.ones(1000))
+        pointers = set()
+        for step in range(6):
+            if step % 2 == 0:
+                weight.zero_grad()
+            stateful.evaluate(jnp.sum, weight).backward()
+            pointers.add(weight._grad.unsafe_buffer_pointer())
+        assert len(pointers) == 1
+
+    def test_nothing_is_kept_alive_after_backward(self):
+        x = np.ones(3, np.float32)
+        alive = weakref.ref(x)
+        loss = stateful.evaluate(lambda weight, x: jnp.sum(weight * x), stateful.Parameter(jnp.ones(3)), x)
+        del x
+        gc.collect()
+        assert alive() is not None
+        loss.backward()
+        gc.collect()
+        assert alive() is None
+        assert loss.item() == 3.0
+
+    def test_a_step_between_evaluate_and_backward_changes_nothing(self):
+        weight = stateful.Parameter(jnp.array(3.0))
+        loss = stateful.evaluate(jnp.square, weight)
+        weight.data = jnp.array(100.0)
+        loss.backward()
+        assert (loss.item(), weight.grad) == (9.0, 6.0)
+
+    def test_flags_are_constants_and_numbers_are_not(self):
+        calls = []
+
+        def loss_fn(weight, scale, flip):
+            calls.append(flip)
+            return -weight * scale if flip else weight * scale
+
+        weight = stateful.Parameter(jnp.array(1.0))
+        values = [stateful.evaluate(loss_fn, weight, scale, flip).item() for scale in (1, 2, 3) for flip in (True, False)]
+        assert values == [-1, 1, -2, 2, -3, 3]
+        assert calls == [True, False]
+
+    def test_weighted_losses_and_multiples(self):
+        weight = stateful.Parameter(jnp.array(2.0))
+        loss = stateful.evaluate(lambda weight, x: fg.WeightedLoss(jnp.sum(weight * x), 4), weight, jnp.arange(4.0))
+        (3 * loss / 2).backward()
+        assert (loss.item(), (loss * 2).item(), weight.grad) == (3.0, 6.0, 2.25)
+
+    def test_a_loss_that_is_no_scalar(self):
+        weight = stateful.Parameter(jnp.ones(2))
+        with pytest.raises(TypeError, match=r"the loss must be a real scalar, float32\[\] for example; got float32\[2\]"):
+            stateful.evaluate(lambda weight: weight, weight)
+        assert weight.grad is None
+
+
+class TestCost:
+    """The median of ratios, interleaved in one run."""
+
+    def test_a_loop_over_the_shell_costs_little_more_than_micro_steps(self):
+        model = models.mlp(rows=256, inputs=64, width=512, layers=4)
+        parts = [jax.tree.map(lambda leaf, part=part: leaf[part::4], model.batch) for part in range(4)]
+        optimizer = optax.adam(1e-3)
+        steps, states = fg.micro_steps(model.loss_fn, optimizer), [fg.TrainState.create(model.params, optimizer)]
+        params = stateful.parameters(jax.tree.map(jnp.copy, model.params))
+        shell = stateful.Optimizer(optimizer, params)
+
+        def explicit():
+            for part in parts:
+                states[0], _ = steps.backward(states[0], part)
+            states[0], _ = steps.update(states[0])
+            jax.block_until_ready(states[0])
+
+        def implicit():
+            shell.zero_grad()
+            for part in parts:
+                (stateful.evaluate(model.loss_fn, params, part) / 4).backward()
+            shell.step()
+            jax.block_until_ready([parameter.data for parameter in shell.parameters])
+
+        times = {explicit: [], implicit: []}
+        for _ in range(25):
+            for run, seconds in times.items():
+                start = time.perf_counter()
+                run()
+                seconds.append(time.perf_counter() - start)
+        pairs = zip(times[implicit][3:], times[explicit][3:], strict=True)
+        assert statistics.median(ours / theirs for ours, theirs in pairs) <= 1.15
