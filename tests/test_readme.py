@@ -43,6 +43,11 @@ def test_commands_set_up_all_they_need():
     assert "pytest" in commands[1]
 
 
+def test_the_implicit_face_trains(namespace):
+    assert namespace["loss"].item() < 1.1
+    assert namespace["weights"]["out"].grad.shape == (32,)
+
+
 def test_every_public_name_is_in_the_readme():
     import funcgrad as fg
 
