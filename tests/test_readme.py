@@ -44,8 +44,9 @@ def test_commands_set_up_all_they_need():
 
 
 def test_the_implicit_face_trains(namespace):
-    assert namespace["loss"].item() < 1.1
-    assert namespace["weights"]["out"].grad.shape == (32,)
+    out = namespace["weights"]["out"]
+    assert out.grad.shape == (32,)
+    assert float(abs(out.data - 1 / 32).max()) > 1e-3
 
 
 def test_every_public_name_is_in_the_readme():
