@@ -94,6 +94,29 @@ class TestEvaluate:
         loss.backward()
         assert (loss.item(), weight.grad) == (9.0, 6.0)
 
+    def test_arrays_that_somebody_holds_are_never_deleted(self):
+        first = jnp.array(3.0)
+        weight = stateful.Parameter(first)
+        optimizer = stateful.Optimizer(optax.sgd(0.1), weight)
+        held = [first]
+        pending = stateful.evaluate(jnp.square, weight)
+        for step in range(4):
+            stateful.evaluate(jnp.square, weight).backward()
+            held += [weight.grad] if step % 2 else [weight.data, weight.detach()]
+            optimizer.step()
+        assert not any(array.is_deleted() for array in held)
+        assert pending.item() == 9.0
+        pending.backward()
+
+    def test_a_step_works_in_place(self):
+        weight = stateful.Parameter(jnp.ones(1000))
+        optimizer, pointers = stateful.Optimizer(optax.adam(0.1), weight), []
+        for _ in range(4):
+            stateful.evaluate(jnp.sum, weight).backward()
+            optimizer.step()
+            pointers.append(weight._data.unsafe_buffer_pointer())
+        assert len(set(pointers)) == 1
+
     def test_flags_are_constants_and_numbers_are_not(self):
         calls = []
 

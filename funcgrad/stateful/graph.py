@@ -125,6 +125,20 @@ class _Graph:
     saved: tuple[list[jax.Array], list[Any]] | None
     result: tuple[jax.Array, PyTree] | None = None
 
+    def __post_init__(self) -> None:
+        for parameter in self.parameters:
+            parameter._holders += 1
+
+    def release(self) -> None:
+        """Let go of the arrays."""
+        if self.saved is not None:
+            self.saved = None
+            for parameter in self.parameters:
+                parameter._holders -= 1
+
+    def __del__(self) -> None:
+        self.release()
+
     def forward(self) -> tuple[jax.Array, PyTree]:
         """The loss and aux."""
         if self.result is None:
@@ -225,7 +239,7 @@ class Loss:
             self._accumulate(wanted)
         if not retain_graph:
             graph.forward()
-            graph.saved = None
+            graph.release()
 
     def _accumulate(self, wanted: tuple[int, ...]) -> None:
         parameters = [self._graph.parameters[index] for index in wanted]

@@ -131,21 +131,22 @@ class _Group:
     def __init__(self, parameters: list[Parameter], transformation: optax.GradientTransformation):
         self.parameters, self.transformation = parameters, transformation
         self.states: list[Any] = [None] * len(parameters)
-        self._update = jax.jit(self._update_each, donate_argnums=2)
+        self._update = jax.jit(self._update_each, donate_argnums=(0, 2))
 
     def step(self) -> None:
         active = [index for index, parameter in enumerate(self.parameters) if parameter._grad is not None]
         if not active:
             return
-        values = [self.parameters[index].data for index in active]
-        grads = [self.parameters[index]._grad for index in active]
-        for index, value in zip(active, values, strict=True):
+        for index in active:
             if self.states[index] is None:
                 # Its own arrays: it is given away at each step, and a state may hold the parameter itself.
-                self.states[index] = jax.tree.map(jnp.copy, self.transformation.init(value))
+                self.states[index] = jax.tree.map(jnp.copy, self.transformation.init(self.parameters[index]._data))
+        grads = [self.parameters[index]._grad for index in active]
+        values = [self.parameters[index].data_to_give_away() for index in active]
         values, states = self._update(values, grads, [self.states[index] for index in active])
         for index, value, state in zip(active, values, states, strict=True):
-            self.parameters[index]._data, self.states[index] = value, state
+            self.parameters[index].set_data(value)
+            self.states[index] = state
 
     def _update_each(self, values: list[Any], grads: list[Any], states: list[Any]) -> tuple[list[Any], list[Any]]:
         new_values, new_states = [], []

@@ -49,6 +49,8 @@ class Parameter:
 
     def __init__(self, data: Any, requires_grad: bool = True):
         self._data = jnp.asarray(data)
+        # Whether somebody outside may hold the array, and how many losses do that may still need it.
+        self._data_is_lent, self._holders = True, 0
         self._grad: jax.Array | None = None
         # Whether somebody outside may hold the array of `.grad`, so that its memory must not be reused.
         self._grad_is_lent = False
@@ -61,12 +63,16 @@ class Parameter:
 
     @property
     def data(self) -> jax.Array:
-        """The array. Assigning one of another shape or dtype is an error."""
+        """The array. Assigning one of another shape or dtype is an error.
+
+        The array that is handed out keeps its value; a step makes a new one.
+        """
+        self._data_is_lent = True
         return self._data
 
     @data.setter
     def data(self, value: Any) -> None:
-        self._data = self._fitting(value, "data")
+        self._data, self._data_is_lent = self._fitting(value, "data"), True
 
     @property
     def grad(self) -> jax.Array | None:
@@ -107,7 +113,7 @@ class Parameter:
 
     def detach(self) -> jax.Array:
         """The array, which is a constant to a loss function: `jax.lax.stop_gradient` of the parameter."""
-        return self._data
+        return self.data
 
     def register_hook(self, hook: Callable[[jax.Array], Any]) -> Handle:
         """Have `hook(gradient)` see each backward's gradient before it is added; what it returns, if not None, replaces it."""
@@ -120,6 +126,14 @@ class Parameter:
     def set_grad(self, grad: jax.Array) -> None:
         """Take over a gradient that nobody else holds."""
         self._grad, self._grad_is_lent = grad, False
+
+    def set_data(self, data: jax.Array) -> None:
+        """Take over an array that nobody else holds."""
+        self._data, self._data_is_lent = data, False
+
+    def data_to_give_away(self) -> jax.Array:
+        """The array, or a copy of it if somebody else may still need the one that is there."""
+        return jnp.copy(self._data) if self._data_is_lent or self._holders else self._data
 
     def memory_for_sum(self, *, keep: bool = False) -> tuple[bool, jax.Array]:
         """`(is_first, array)`: whether there is no gradient yet, and an array to give away, with the sum so far if there is.
