@@ -76,7 +76,7 @@ class TestEvaluate:
         assert len(pointers) == 1
 
     def test_nothing_is_kept_alive_after_backward(self):
-        x = np.ones(3, np.float32)
+        x = jnp.ones(3)
         alive = weakref.ref(x)
         loss = stateful.evaluate(lambda weight, x: jnp.sum(weight * x), stateful.Parameter(jnp.ones(3)), x)
         del x
@@ -107,6 +107,40 @@ class TestEvaluate:
         assert not any(array.is_deleted() for array in held)
         assert pending.item() == 9.0
         pending.backward()
+
+    def test_arrays_that_hooks_saw_or_gave_are_never_deleted(self):
+        weight, given, seen = stateful.Parameter(jnp.ones(3)), jnp.full(3, 7.0), []
+        handles = [weight.register_hook(seen.append), weight.register_hook(lambda grad: given)]
+        stateful.evaluate(jnp.sum, weight).backward()
+        for handle in handles:
+            handle.remove()
+        for _ in range(2):
+            stateful.evaluate(jnp.sum, weight).backward()
+        assert (seen[0].tolist(), given.tolist(), weight.grad.tolist()) == ([1] * 3, [7] * 3, [9] * 3)
+
+    def test_a_numpy_array_may_be_written_into(self):
+        x, weight = np.ones(2, np.float32), stateful.Parameter(jnp.ones(2))
+        loss = stateful.evaluate(lambda weight, x: jnp.sum(weight * x), weight, x)
+        weight.grad = gradient = np.ones(100000, np.float32)[:2]
+        x[:], gradient[:] = 100, 100
+        assert (loss.item(), weight.grad.tolist()) == (2.0, [1, 1])
+
+    def test_types_decide_what_is_traced_and_not_the_first_call(self, x64):
+        weight = stateful.Parameter(jnp.ones(2, jnp.bfloat16))
+        loss_fn = lambda weight, scale: (jnp.sum(weight * scale), weight * scale)
+        dtypes = [stateful.evaluate(loss_fn, weight, scale).aux.dtype for scale in (1.5, jnp.float32(1.5), jnp.float64(1.5))]
+        assert dtypes == ["bfloat16", "float32", "float64"]
+
+    def test_inputs_in_any_container(self):
+        pair = [stateful.Parameter(jnp.ones(())), stateful.Parameter(jnp.array(2.0))]
+        product = lambda pair: pair[0] * pair[1]
+        for inputs in (pair[0], {"a": pair[0]}, iter(pair[:1])):
+            stateful.evaluate(product, pair).backward(inputs=inputs)
+        assert (pair[0].grad, pair[1].grad) == (6.0, None)
+        with pytest.raises(TypeError, match=r"inputs must hold Parameters; got float32\[\]"):
+            stateful.evaluate(product, pair).backward(inputs=[jnp.ones(())])
+        stateful.zero_grad(iter(pair))
+        assert pair[0].grad is None
 
     def test_a_step_works_in_place(self):
         weight = stateful.Parameter(jnp.ones(1000))

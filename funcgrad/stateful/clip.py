@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from funcgrad import trees
 from funcgrad.stateful.parameter import unique_parameters
 from funcgrad.trees import PyTree
 
@@ -79,12 +80,14 @@ def clip_grad_value_(params: PyTree, clip_value: float) -> None:
     """
     for parameter in unique_parameters(params):
         if parameter._grad is not None:
-            parameter.set_grad(jnp.clip(parameter._grad, -clip_value, clip_value))
+            parameter.set_grad(jnp.clip(parameter._grad, -float(clip_value), float(clip_value)))
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _scaled_to_norm(grads: list[Any], max_norm: Any, norm_type: float) -> tuple[list[Any], Any]:
-    norms = jnp.stack([jnp.linalg.norm(grad.ravel(), norm_type) for grad in grads])
+    # In float32 at least: in float16 the square of 300 is infinite.
+    wide = [grad.ravel().astype(trees.at_least_float32(grad.dtype)) for grad in grads]
+    norms = jnp.stack([jnp.linalg.norm(grad, norm_type) for grad in wide])
     norm = jnp.linalg.norm(norms, norm_type)
     coefficient = jnp.minimum(max_norm / (norm + 1e-6), 1.0)
-    return [grad * coefficient.astype(grad.dtype) for grad in grads], norm
+    return [(grad * coefficient).astype(grad.dtype) for grad in grads], norm

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +67,9 @@ class _Programs:
 
     def trace(self, layout: _Layout, values: list[jax.Array], arrays: list[Any]) -> tuple[Any, _Traced]:
         """`(key, traced)`, with `key` a hashable name for it."""
-        key = layout, tuple((jnp.shape(leaf), trees.dtype_of(leaf)) for leaf in (*values, *arrays))
+        leaves = [jax.typeof(leaf) for leaf in (*values, *arrays)]
+        config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        key = layout, config, tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
         if key not in self._traced:
 
             def evaluate(values: list[Any], arrays: list[Any]) -> tuple[Any, PyTree]:
@@ -200,7 +202,7 @@ class Loss:
     def __truediv__(self, divisor: float) -> "Loss":
         return Loss(self._graph, self._scale / float(divisor))
 
-    def backward(self, retain_graph: bool = False, inputs: Sequence[Parameter] | None = None) -> None:
+    def backward(self, retain_graph: bool = False, inputs: PyTree = None) -> None:
         """Add the gradients to the `.grad` of the parameters that the loss depends on.
 
         The pure expression: `buffer, loss = fg.backward(loss_fn)(buffer, params, *args)`. If it raises, every `.grad` is left
@@ -208,11 +210,16 @@ class Loss:
 
         Args:
           retain_graph: whether `backward` may be called again.
-          inputs: the parameters to add gradients to; None for all.
+          inputs: the parameters to add gradients to, in a pytree or an iterator; None for all.
 
         Raises:
           RuntimeError: a second backward without `retain_graph`, or there is nothing to compute gradients for, or a hook's
             gradient does not fit.
+          TypeError: something in `inputs` is no Parameter.
+
+        The gradients are those at the parameters that the loss was evaluated at, whatever an optimizer did to them since;
+        PyTorch refuses that where its graph needs what was overwritten. An error of the device while the program runs, as of a
+        callback, comes too late to keep the gradients.
 
         Reference:
           `torch.Tensor.backward <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html>`_
@@ -223,8 +230,7 @@ class Loss:
                 "trying to backward through the graph a second time: what it needs was freed by the first backward. Give that "
                 "one retain_graph=True, or evaluate the loss again"
             )
-        if inputs is not None and not inputs:
-            raise RuntimeError("inputs must name at least one parameter; got none. Leave it out for all parameters")
+        chosen = None if inputs is None else _read_inputs(inputs)
         if not any(graph.reached):
             raise RuntimeError(
                 "the loss does not depend on any parameter that requires a gradient, so there is nothing to compute. Pass the "
@@ -233,7 +239,7 @@ class Loss:
         wanted = tuple(
             index
             for index, parameter in enumerate(graph.parameters)
-            if graph.reached[index] and parameter.requires_grad and (inputs is None or parameter in inputs)
+            if graph.reached[index] and parameter.requires_grad and (chosen is None or parameter in chosen)
         )
         if wanted:
             self._accumulate(wanted)
@@ -248,12 +254,13 @@ class Loss:
         if any(parameter._hooks for parameter in parameters):
             grads = self._graph.gradients(wanted, self._scale)
             grads = [_hooked(parameter, grad) for parameter, grad in zip(parameters, grads, strict=True)]
-            summed = [grad if was is None else was + grad for was, grad in zip(before, grads, strict=True)]
+            for parameter, grad in zip(parameters, grads, strict=True):
+                # A hook may hold what it saw or gave, so this array is not ours alone.
+                parameter.grad = grad if parameter._grad is None else parameter._grad + grad
         else:
             old = [parameter.memory_for_sum(keep=keep) for parameter in parameters]
-            summed = self._graph.backward(wanted, self._scale, old)
-        for parameter, grad in zip(parameters, summed, strict=True):
-            parameter.set_grad(grad)
+            for parameter, grad in zip(parameters, self._graph.backward(wanted, self._scale, old), strict=True):
+                parameter.set_grad(grad)
         try:
             with HookContext():
                 for parameter in parameters:
@@ -300,7 +307,8 @@ def evaluate(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> Loss:
             slots.append(("parameter", places[id(leaf)]))
         elif trees.dtype_of(leaf) is not None and not isinstance(leaf, bool):
             slots.append(("array", len(arrays)))
-            arrays.append(leaf)
+            # A copy of NumPy's: nothing is computed yet, and the caller may write into it.
+            arrays.append(jnp.array(leaf) if isinstance(leaf, np.ndarray) else leaf)
         else:
             slots.append(("constant", type(leaf), leaf))
     layout = _Layout(treedef, tuple(slots), tuple(parameter.requires_grad for parameter in parameters))
@@ -351,7 +359,7 @@ def grad(
             )
     wanted = tuple(places[parameter] for parameter in unique_parameters(params) if graph.reached[places[parameter]])
     grads = graph.gradients(wanted, 1.0) if wanted else []
-    found = dict(zip(wanted, grads, strict=True))
+    found = {index: _hooked(graph.parameters[index], each) for index, each in zip(wanted, grads, strict=True)}
 
     def gradient(leaf: Any) -> Any:
         if not isinstance(leaf, Parameter):
@@ -373,11 +381,23 @@ def _replaced(values: Sequence[Any], indices: Sequence[int], chosen: Sequence[An
     return replaced
 
 
+def _read_inputs(inputs: Any) -> set[Parameter]:
+    leaves = jax.tree.leaves(list(inputs) if isinstance(inputs, Iterator) else inputs)
+    for leaf in leaves:
+        if not isinstance(leaf, Parameter):
+            raise TypeError(f"inputs must hold Parameters; got {trees.describe(leaf)}")
+    if not leaves:
+        raise RuntimeError("inputs must name at least one parameter; got none. Leave it out for all parameters")
+    return set(leaves)
+
+
 def _hooked(parameter: Parameter, grad: jax.Array) -> jax.Array:
     for hook in list(parameter._hooks.values()):
         answer = hook(grad)
         if answer is None:
             continue
+        if not trees.is_array(answer):
+            raise TypeError(f"a hook must return a gradient, {trees.describe(grad)}, or None; got {trees.describe(answer)}")
         if jnp.shape(answer) != grad.shape or trees.dtype_of(answer) != grad.dtype:
             raise RuntimeError(
                 f"a hook must return a gradient like {trees.describe(grad)}, or None; got {trees.describe(answer)}"

@@ -21,9 +21,10 @@ class Optimizer:
     As in PyTorch, each parameter has a state of its own, begun at its first step. A parameter whose `.grad` is None is not
     touched, nor is its state; one whose `.grad` is zeros is. Whether it still requires a gradient is not looked at.
 
-    Each parameter is given to the transformation by itself, so what couples parameters belongs elsewhere: clip with
-    `clip_grad_norm_` before the step, as in PyTorch. The pure expression of a step, for one transformation and all parameters
-    together: `updates, opt_state = optimizer.update(fg.mean(buffer), opt_state, params)`, and then `optax.apply_updates`.
+    Each parameter is given to the transformation by itself, without the loss, so what couples parameters or needs a loss
+    belongs elsewhere: clip with `clip_grad_norm_` before the step, as in PyTorch; for masks use groups. The pure expression of
+    a step, for one transformation and all parameters together: `updates, opt_state = optimizer.update(fg.mean(buffer),
+    opt_state, params)`, and then `optax.apply_updates`.
 
     Args:
       transformation: any optax transformation, for `params`; or groups, `[(params, transformation), ...]`.
@@ -106,23 +107,25 @@ class Optimizer:
         Raises:
           ValueError: it is of another number of parameters, or of another transformation.
         """
+        if "state" not in state_dict:
+            raise ValueError(f"expected what state_dict() gave, with an entry 'state'; got the entries {sorted(state_dict)}")
         states = list(state_dict["state"])
-        if len(states) != len(self.parameters):
-            raise ValueError(f"the state is of {len(states)} parameters, but this optimizer has {len(self.parameters)}")
-        position = 0
-        taken = []
-        for group in self._groups:
-            for parameter in group.parameters:
-                expected = jax.eval_shape(group.transformation.init, parameter.data)
-                state = states[position]
-                if state is not None:
-                    trees.check_same_structure(
-                        expected, state, "the transformation's state", f"state_dict['state'][{position}]"
-                    )
-                taken.append(jax.tree.map(jnp.copy, state))
-                position += 1
-        for group in self._groups:
-            group.states, taken = taken[: len(group.parameters)], taken[len(group.parameters) :]
+        owners = [(group, index) for group in self._groups for index in range(len(group.parameters))]
+        if len(states) != len(owners):
+            raise ValueError(f"the state is of {len(states)} parameters, but this optimizer has {len(owners)}")
+        for position, ((group, index), state) in enumerate(zip(owners, states, strict=True)):
+            if state is not None:
+                expected = jax.eval_shape(group.transformation.init, group.parameters[index]._data)
+                _check_state(expected, state, f"state_dict['state'][{position}]")
+        for (group, index), state in zip(owners, states, strict=True):
+            group.states[index] = jax.tree.map(jnp.copy, state)
+
+
+def _check_state(expected: PyTree, state: PyTree, name: str) -> None:
+    trees.check_same_structure(expected, state, "the transformation's state", name)
+    for (place, leaf), model in zip(trees.leaves_with_names(state, name), jax.tree.leaves(expected), strict=True):
+        if jnp.shape(leaf) != model.shape:
+            raise ValueError(f"{place} must have shape {model.shape}, as its parameter asks; got {trees.describe(leaf)}")
 
 
 class _Group:

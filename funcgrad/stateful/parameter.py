@@ -1,10 +1,11 @@
 """Parameter: an array with a `.grad` beside it, as in PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from funcgrad import trees
 from funcgrad.trees import PyTree
@@ -48,7 +49,7 @@ class Parameter:
     """
 
     def __init__(self, data: Any, requires_grad: bool = True):
-        self._data = jnp.asarray(data)
+        self._data = _own(data)
         # Whether somebody outside may hold the array, and how many losses do that may still need it.
         self._data_is_lent, self._holders = True, 0
         self._grad: jax.Array | None = None
@@ -150,6 +151,8 @@ class Parameter:
         return f"Parameter({trees.describe(self._data)}, requires_grad={self.requires_grad})"
 
     def _register(self, hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> Handle:
+        if not self.requires_grad:
+            raise RuntimeError("cannot register a hook on a Parameter that requires no gradient")
         number = self._next_hook
         self._next_hook += 1
         hooks[number] = hook
@@ -162,7 +165,7 @@ class Parameter:
             )
         if jnp.shape(value) != self._data.shape or trees.dtype_of(value) != self._data.dtype:
             raise RuntimeError(f"{name} must be like the parameter, {trees.describe(self._data)}; got {trees.describe(value)}")
-        return jnp.asarray(value)
+        return _own(value)
 
 
 class HookContext:
@@ -175,6 +178,11 @@ class HookContext:
 
     def __exit__(self, *_: object) -> None:
         HookContext.depth -= 1
+
+
+def _own(value: Any) -> jax.Array:
+    """`value` as a JAX array; NumPy's is copied, because its owner may write into it."""
+    return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
 
 
 def parameters(tree: PyTree) -> PyTree:
@@ -208,7 +216,7 @@ def parameters(tree: PyTree) -> PyTree:
 
 def unique_parameters(*trees_of_parameters: PyTree) -> list[Parameter]:
     """The Parameters in some pytrees, each once, in the order of their first places."""
-    leaves = jax.tree.leaves(trees_of_parameters)
+    leaves = jax.tree.leaves([list(each) if isinstance(each, Iterator) else each for each in trees_of_parameters])
     return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Parameter)))
 
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from funcgrad import accumulator
+from funcgrad import accumulator, trees
 from funcgrad.stateful.optimizer import Optimizer
 
+_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 _READY, _UNSCALED, _STEPPED = "ready", "unscaled", "stepped"
 
 
@@ -75,6 +76,7 @@ class GradScaler:
 
         Raises:
           RuntimeError: it was done since the last update, or the step was.
+          ValueError: a parameter is float16.
         """
         if not self._enabled:
             return
@@ -84,9 +86,12 @@ class GradScaler:
         if stage == _STEPPED:
             raise RuntimeError("unscale_() is being called after step()")
         holders = [parameter for parameter in optimizer.parameters if parameter._grad is not None]
+        if any(parameter._data.dtype == jnp.float16 for parameter in holders):
+            raise ValueError("cannot unscale float16 gradients: keep the parameters in float32 and compute in float16")
         for parameter in holders:
             assert parameter._grad is not None
-            parameter.set_grad(parameter._grad * jnp.asarray(1.0 / self._scale, parameter._grad.dtype))
+            wide = parameter._grad.astype(trees.at_least_float32(parameter._grad.dtype))
+            parameter.set_grad((wide * (1.0 / self._scale)).astype(parameter._grad.dtype))
         if holders:
             self._all_finite[id(optimizer)] = accumulator.all_finite([parameter._grad for parameter in holders])
         self._stages[id(optimizer)] = _UNSCALED
@@ -130,7 +135,8 @@ class GradScaler:
         else:
             self._growth_tracker += 1
             if self._growth_tracker == self._growth_interval:
-                self._scale, self._growth_tracker = self._scale * self._growth_factor, 0
+                grown = self._scale * self._growth_factor
+                self._scale, self._growth_tracker = grown if grown <= _FLOAT32_MAX else self._scale, 0
         self._stages, self._all_finite = {}, {}
 
     def get_scale(self) -> float:

@@ -258,6 +258,11 @@ class TestStep:
             ValueError, match=r"state_dict\['state'\]\[0\] must have the structure of the transformation's state"
         ):
             stateful.Optimizer(optax.sgd(0.1, momentum=0.9), p).load_state_dict(one.state_dict())
+        with pytest.raises(ValueError, match="with an entry 'state'; got the entries"):
+            one.load_state_dict({})
+        moved = stateful.Optimizer(optax.adam(0.1), parameter([1.0, 2.0]))
+        with pytest.raises(ValueError, match=r"must have shape \(2,\), as its parameter asks; got float32\[\]"):
+            moved.load_state_dict(one.state_dict())
 
     def test_parameters_that_an_optimizer_refuses(self):
         w, p = leaf(1.0), parameter(1.0)
@@ -401,6 +406,29 @@ class TestHooks:
         assert_same([*theirs, w.grad], [*ours, p.grad])
         assert [float(each) for each in ours] == [3, 6, 3, 12, 18, 21]
 
+    def test_a_hook_that_clears_and_a_gradient_that_is_asked_for(self):
+        w, p = leaf([1.0] * 3), parameter([1.0] * 3)
+        square = lambda w: jnp.sum(w * w)
+        (w * w).sum().backward()
+        stateful.evaluate(square, p).backward()
+
+        def clear(_):
+            w.grad = None
+
+        handles = w.register_hook(clear), p.register_hook(lambda _: p.zero_grad())
+        (w * w).sum().backward()
+        stateful.evaluate(square, p).backward()
+        assert_same([w.grad], [p.grad])
+        for handle in handles:
+            handle.remove()
+        w.register_hook(lambda grad: 10 * grad)
+        p.register_hook(lambda grad: 10 * grad)
+        assert_same(torch.autograd.grad((w * w).sum(), w), [stateful.grad(square, p)])
+        frozen, frozen_p = torch.ones(()), stateful.Parameter(jnp.ones(()), requires_grad=False)
+        for each in (frozen, frozen_p):
+            with pytest.raises(RuntimeError, match="cannot register a hook on a"):
+                each.register_hook(lambda grad: grad)
+
     def test_a_backward_that_raises_leaves_every_gradient_as_it_was(self):
         params = [parameter(1.0), parameter(1.0)]
         loss_fn = lambda params: 2 * params[0] + 3 * params[1]
@@ -447,6 +475,16 @@ class TestClip:
                 clip(each, 1.0, error_if_nonfinite=True)
         assert_same([w.grad], [p.grad])
 
+    @pytest.mark.parametrize(("value", "max_norm"), [(300.0, 1.0), (1e-5, 1e-6)])
+    def test_13_float16(self, value, max_norm):
+        w, p = leaf([1.0] * 4, dtype=torch.float16), parameter([1.0] * 4, jnp.float16)
+        w.grad, p.grad = torch.full((4,), value, dtype=torch.float16), jnp.full(4, value, jnp.float16)
+        torch.nn.utils.clip_grad_norm_([w], max_norm)
+        stateful.clip_grad_norm_(p, max_norm)
+        np.testing.assert_allclose(p.grad, w.grad.numpy(), rtol=0.02, atol=6e-8)  # a step of float16 near zero
+        stateful.clip_grad_value_(p, np.float64(0.25))
+        assert p.grad.dtype == jnp.float16
+
     def test_13_clip_grad_value(self):
         w, p = leaf([1.0, 1.0, 1.0]), parameter([1.0, 1.0, 1.0])
         w.grad, p.grad = torch.tensor([3.0, -0.5, -4.0]), jnp.array([3.0, -0.5, -4.0])
@@ -492,6 +530,29 @@ class TestGradScaler:
             assert seen[1][:4] == [16.0, 2.0, pytest.approx(0.8), 8.0]
             assert seen[1][7] == 16.0  # grown after two clean windows
             assert seen[1][11] == 8.0  # and halved after an infinity
+
+    def test_14_float16_parameters_are_refused_and_the_scale_stays_finite(self):
+        w, p = leaf(1.0, dtype=torch.float16), parameter(1.0, jnp.float16)
+        w.grad, p.grad = torch.tensor(1.0, dtype=torch.float16), jnp.array(1.0, jnp.float16)
+        theirs, ours = torch.amp.GradScaler("cpu"), stateful.GradScaler()
+        theirs.scale(torch.ones(()))
+        with pytest.raises(ValueError, match="unscale FP16 gradients"):
+            theirs.unscale_(torch.optim.SGD([w], lr=0.1))
+        with pytest.raises(ValueError, match="cannot unscale float16 gradients"):
+            ours.unscale_(stateful.Optimizer(optax.sgd(0.1), p))
+        scales = []
+        for each, optimizer, _, loss in self._faces():
+            options = {"init_scale": 2.0**126, "growth_interval": 1}
+            scaler = (
+                torch.amp.GradScaler("cpu", **options) if isinstance(each, torch.Tensor) else stateful.GradScaler(**options)
+            )
+            for _ in range(3):
+                optimizer.zero_grad()
+                scaler.scale(loss(0.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales[0] == scales[1]
 
     def test_14_errors_and_state(self):
         for _, optimizer, scaler, loss in self._faces():
