@@ -1,112 +1,17 @@
 """`evaluate` and `backward`: a loss that remembers how it came about, until its gradients are taken."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
 from funcgrad import trees
-from funcgrad.loss import WeightedLoss, read_loss
 from funcgrad.stateful.parameter import HookContext, Parameter, unique_parameters
-from funcgrad.stateful.presence import gradient_reaches
+from funcgrad.stateful.programs import Layout, Programs, programs_of
 from funcgrad.trees import PyTree
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """How the arguments of a loss function are put together; hashable, so that programs are compiled once for it.
-
-    Attributes:
-      treedef: the structure of the tuple of arguments.
-      slots: for each leaf, `("parameter", index)`, `("array", index)` or `("constant", type, value)`.
-      requires_grad: for each parameter.
-    """
-
-    treedef: Any
-    slots: tuple[tuple[Any, ...], ...]
-    requires_grad: tuple[bool, ...]
-
-    def arguments(self, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments, with `values` for the parameters."""
-        sources = {"parameter": values, "array": arrays}
-        return self.treedef.unflatten(slot[2] if slot[0] == "constant" else sources[slot[0]][slot[1]] for slot in self.slots)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Traced:
-    """A loss function, traced for one layout and given shapes.
-
-    Attributes:
-      run: `(values, arrays) -> [loss, *aux leaves]`.
-      aux_treedef: the structure of aux.
-      reached: for each parameter, whether it requires a gradient and the loss depends on it.
-    """
-
-    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-    aux_treedef: Any
-    reached: list[bool]
-
-    def __call__(self, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, PyTree]:
-        loss, *aux = self.run(values, arrays)
-        return loss, self.aux_treedef.unflatten(aux)
-
-
-class _Programs:
-    """The compiled programs of one loss function, which is itself called once for given shapes."""
-
-    def __init__(self, loss_fn: Callable[..., Any]):
-        self._loss_fn = loss_fn
-        self._traced: dict[Any, _Traced] = {}
-        self.forward = jax.jit(self._forward, static_argnums=0)
-        self.backward = jax.jit(self._backward, static_argnums=(0, 1), donate_argnums=6)
-
-    def trace(self, layout: _Layout, values: list[jax.Array], arrays: list[Any]) -> tuple[Any, _Traced]:
-        """`(key, traced)`, with `key` a hashable name for it."""
-        leaves = [jax.typeof(leaf) for leaf in (*values, *arrays)]
-        config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-        key = layout, config, tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
-        if key not in self._traced:
-
-            def evaluate(values: list[Any], arrays: list[Any]) -> tuple[Any, PyTree]:
-                output = self._loss_fn(*layout.arguments(values, arrays))
-                loss, aux = read_loss(output, has_aux=isinstance(output, tuple))
-                return jnp.asarray(loss.mean() if isinstance(loss, WeightedLoss) else loss), aux
-
-            closed, (_, aux) = jax.make_jaxpr(evaluate, return_shape=True)(values, arrays)
-            run_flat = jax.extend.core.jaxpr_as_fun(closed)
-            required = [index for index, is_required in enumerate(layout.requires_grad) if is_required]
-
-            def loss_of(chosen: list[Any]) -> Any:
-                return run_flat(*_replaced(values, required, chosen), *arrays)[0]
-
-            found = dict(zip(required, gradient_reaches(loss_of, [values[index] for index in required]), strict=True))
-            reached = [found.get(index, False) for index in range(len(values))]
-            self._traced[key] = _Traced(lambda values, arrays: run_flat(*values, *arrays), jax.tree.structure(aux), reached)
-        return key, self._traced[key]
-
-    def _forward(self, key: Any, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, PyTree]:
-        return self._traced[key](values, arrays)
-
-    def _backward(  # noqa: PLR0917
-        self, key: Any, wanted: tuple[int, ...], values: Any, arrays: Any, scale: Any, is_first: Any, old: Any
-    ) -> tuple[Any, PyTree, list[jax.Array]]:
-        def loss_of(chosen: list[Any]) -> tuple[Any, PyTree]:
-            return self._traced[key](_replaced(values, wanted, chosen), arrays)
-
-        loss, pullback, aux = jax.vjp(loss_of, [values[index] for index in wanted], has_aux=True)
-        # PyTorch's gradient of a complex parameter is the conjugate of JAX's.
-        grads = [jnp.conj(grad) for grad in pullback(scale.astype(loss.dtype))[0]]
-        # Where a gradient is the first, what was in its memory does not count, not even NaN.
-        return (
-            loss,
-            aux,
-            [jnp.where(first, grad, before + grad) for first, before, grad in zip(is_first, old, grads, strict=True)],
-        )
 
 
 @dataclasses.dataclass
@@ -120,7 +25,7 @@ class _Graph:
       result: the loss and aux, once computed.
     """
 
-    programs: _Programs
+    programs: Programs
     key: Any
     parameters: list[Parameter]
     reached: list[bool]
@@ -311,8 +216,8 @@ def evaluate(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> Loss:
             arrays.append(jnp.array(leaf) if isinstance(leaf, np.ndarray) else leaf)
         else:
             slots.append(("constant", type(leaf), leaf))
-    layout = _Layout(treedef, tuple(slots), tuple(parameter.requires_grad for parameter in parameters))
-    programs, values = _programs_of(loss_fn), [parameter._data for parameter in parameters]
+    layout = Layout(treedef, tuple(slots), tuple(parameter.requires_grad for parameter in parameters))
+    programs, values = programs_of(loss_fn), [parameter._data for parameter in parameters]
     key, traced = programs.trace(layout, values, arrays)
     return Loss(_Graph(programs, key, parameters, traced.reached, (values, arrays)))
 
@@ -367,18 +272,6 @@ def grad(
         return found.get(places[leaf], jnp.zeros_like(leaf.data) if materialize_grads else None)
 
     return jax.tree.map(gradient, params)
-
-
-@functools.lru_cache(maxsize=256)
-def _programs_of(loss_fn: Callable[..., Any]) -> _Programs:
-    return _Programs(loss_fn)
-
-
-def _replaced(values: Sequence[Any], indices: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
-    replaced = list(values)
-    for index, value in zip(indices, chosen, strict=True):
-        replaced[index] = value
-    return replaced
 
 
 def _read_inputs(inputs: Any) -> set[Parameter]:
