@@ -154,7 +154,6 @@ class Loss:
 
     def _accumulate(self, wanted: tuple[int, ...]) -> None:
         parameters = [self._graph.parameters[index] for index in wanted]
-        keep = any(parameter._hooks or parameter._post_hooks for parameter in parameters)
         before = [parameter._grad for parameter in parameters]
         if any(parameter._hooks for parameter in parameters):
             grads = self._graph.gradients(wanted, self._scale)
@@ -163,6 +162,7 @@ class Loss:
                 # A hook may hold what it saw or gave, so this array is not ours alone.
                 parameter.grad = grad if parameter._grad is None else parameter._grad + grad
         else:
+            keep = any(parameter._post_hooks for parameter in parameters)  # one that raises has the gradients put back
             old = [parameter.memory_for_sum(keep=keep) for parameter in parameters]
             for parameter, grad in zip(parameters, self._graph.backward(wanted, self._scale, old), strict=True):
                 parameter.set_grad(grad)

@@ -48,39 +48,50 @@ def compare(*runs):
     assert steps == STEPS
 
 
-def accumulate_runs(initial, torch_loss, loss_fn, batches):
-    """Each step is a window of several microbatches of equal size; SGD with momentum."""
+SGD = lambda params: torch.optim.SGD(params, lr=RATE, momentum=0.9), optax.sgd(RATE, momentum=0.9)
+ADAM = lambda params: torch.optim.Adam(params, lr=1e-2), optax.adam(1e-2)
 
-    def in_torch():
-        params = tensors(initial)
-        optimizer = torch.optim.SGD(params.values(), lr=RATE, momentum=0.9)
-        for window in batches():
+
+def accumulate_runs(initial, torch_loss, loss_fn, batches, optimizers=SGD, frozen=None):
+    """Each step is a window of several microbatches of equal size; half-way, the parameter named `frozen` is frozen."""
+    make_torch_optimizer, transformation = optimizers
+
+    def hidden(params, optimizer, evaluate):
+        """PyTorch's loop, which is also the implicit face's."""
+        for step, window in enumerate(batches()):
+            if frozen and step == STEPS // 2:
+                params[frozen].requires_grad = False
             optimizer.zero_grad()
             for microbatch in window:
-                (torch_loss(params, *map(torch.tensor, microbatch)) / len(window)).backward()
-            optimizer.step()
-            yield values(params)
-
-    def implicit():
-        params = stateful.parameters(arrays(initial))
-        optimizer = stateful.Optimizer(optax.sgd(RATE, momentum=0.9), params)
-        for window in batches():
-            optimizer.zero_grad()
-            for microbatch in window:
-                (stateful.evaluate(loss_fn, params, microbatch) / len(window)).backward()
+                (evaluate(params, microbatch) / len(window)).backward()
             optimizer.step()
             yield values(params)
 
     def explicit():
-        optimizer = optax.sgd(RATE, momentum=0.9)
-        steps, state = fg.micro_steps(loss_fn, optimizer), fg.TrainState.create(arrays(initial), optimizer)
-        for window in batches():
+        """Freezing is a new state: of the same parameters, with the optimizer's state of those that are still trained."""
+        steps, state = fg.micro_steps(loss_fn, transformation), fg.TrainState.create(arrays(initial), transformation)
+        for step, window in enumerate(batches()):
+            if frozen and step == STEPS // 2:
+                trainable = {name: name != frozen for name in initial}
+                fresh = fg.TrainState.create(state.params, transformation, trainable=trainable)
+                state = fg.TrainState(fresh.params, without_frozen(state.opt_state), fresh.buffer, state.step)
             for microbatch in window:
                 state, _ = steps.backward(state, microbatch)
             state, _ = steps.update(state)
             yield values(state.params)
 
-    compare(in_torch(), implicit(), explicit())
+    def without_frozen(opt_state):
+        is_moments = lambda node: isinstance(node, dict) and set(node) == set(initial)
+        return jax.tree.map(lambda node: {**node, frozen: None} if is_moments(node) else node, opt_state, is_leaf=is_moments)
+
+    theirs, ours = tensors(initial), stateful.parameters(arrays(initial))
+    compare(
+        hidden(
+            theirs, make_torch_optimizer(theirs.values()), lambda params, rows: torch_loss(params, *map(torch.tensor, rows))
+        ),
+        hidden(ours, stateful.Optimizer(transformation, ours), lambda params, rows: stateful.evaluate(loss_fn, params, rows)),
+        explicit(),
+    )
 
 
 def digit_batches(digits, shape=(-1, 64)):
@@ -100,14 +111,22 @@ def cross_entropy(logits, labels):
     return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+def torch_mlp_loss(params, x, y):
+    return torch.nn.functional.cross_entropy(torch.tanh(x @ params["w"]) @ params["v"], y)
+
+
+def mlp_loss(params, batch):
+    return cross_entropy(jnp.tanh(batch[0] @ params["w"]) @ params["v"], batch[1])
+
+
 def test_mlp(x64, digits):
-    def torch_loss(params, x, y):
-        return torch.nn.functional.cross_entropy(torch.tanh(x @ params["w"]) @ params["v"], y)
+    initial = {"w": normal(64, 16), "v": normal(16, 10)}
+    accumulate_runs(initial, torch_mlp_loss, mlp_loss, digit_batches(digits))
 
-    def loss_fn(params, batch):
-        return cross_entropy(jnp.tanh(batch[0] @ params["w"]) @ params["v"], batch[1])
 
-    accumulate_runs({"w": normal(64, 16), "v": normal(16, 10)}, torch_loss, loss_fn, digit_batches(digits))
+def test_fine_tuning_with_half_of_the_parameters_frozen_half_way(x64, digits):
+    initial = {"w": normal(64, 16), "v": normal(16, 10)}
+    accumulate_runs(initial, torch_mlp_loss, mlp_loss, digit_batches(digits), ADAM, frozen="w")
 
 
 def test_convolutional(x64, digits):
@@ -275,59 +294,5 @@ def test_generator_and_discriminator(x64, digits):
             d_state, _ = d_step(d_state, g_state.params, batch)
             g_state, _ = g_step(g_state, d_state.params, batch[1])
             yield values({"generator": g_state.params, "discriminator": d_state.params})
-
-    compare(in_torch(), implicit(), explicit())
-
-
-def test_fine_tuning_with_half_of_the_parameters_frozen_half_way(x64, digits):
-    initial = {"w": normal(64, 16), "v": normal(16, 10)}
-    batches = digit_batches(digits)
-
-    def torch_loss(params, x, y):
-        return torch.nn.functional.cross_entropy(torch.tanh(x @ params["w"]) @ params["v"], y)
-
-    def loss_fn(params, batch):
-        return cross_entropy(jnp.tanh(batch[0] @ params["w"]) @ params["v"], batch[1])
-
-    def in_torch():
-        params = tensors(initial)
-        optimizer = torch.optim.Adam(params.values(), lr=1e-2)
-        for step, window in enumerate(batches()):
-            if step == STEPS // 2:
-                params["w"].requires_grad_(False)
-            optimizer.zero_grad()
-            for microbatch in window:
-                (torch_loss(params, *map(torch.tensor, microbatch)) / len(window)).backward()
-            optimizer.step()
-            yield values(params)
-
-    def implicit():
-        params = stateful.parameters(arrays(initial))
-        optimizer = stateful.Optimizer(optax.adam(1e-2), params)
-        for step, window in enumerate(batches()):
-            if step == STEPS // 2:
-                params["w"].requires_grad = False
-            optimizer.zero_grad()
-            for microbatch in window:
-                (stateful.evaluate(loss_fn, params, microbatch) / len(window)).backward()
-            optimizer.step()
-            yield values(params)
-
-    def explicit():
-        """Freezing is a new state: of the same parameters, with the optimizer's state of those that are still trained."""
-        optimizer = optax.adam(1e-2)
-        steps, state = fg.micro_steps(loss_fn, optimizer), fg.TrainState.create(arrays(initial), optimizer)
-        for step, window in enumerate(batches()):
-            if step == STEPS // 2:
-                frozen = fg.TrainState.create(state.params, optimizer, trainable={"w": False, "v": True})
-                state = fg.TrainState(frozen.params, without_w(state.opt_state), frozen.buffer, state.step)
-            for microbatch in window:
-                state, _ = steps.backward(state, microbatch)
-            state, _ = steps.update(state)
-            yield values(state.params)
-
-    def without_w(opt_state):
-        is_moments = lambda node: isinstance(node, dict) and set(node) == set(initial)
-        return jax.tree.map(lambda node: {**node, "w": None} if is_moments(node) else node, opt_state, is_leaf=is_moments)
 
     compare(in_torch(), implicit(), explicit())
