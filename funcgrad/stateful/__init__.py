@@ -1,7 +1,8 @@
 """The implicit face: PyTorch's loop, with its hidden `.grad`, on top of the pure core."""
 
 from funcgrad.stateful.clip import clip_grad_norm_, clip_grad_value_
-from funcgrad.stateful.graph import Loss, evaluate, grad
+from funcgrad.stateful.evaluate import evaluate, grad
+from funcgrad.stateful.loss import Loss
 from funcgrad.stateful.optimizer import Optimizer
 from funcgrad.stateful.parameter import Handle, Parameter, parameters, zero_grad
 from funcgrad.stateful.scaler import GradScaler

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from funcgrad import trees
+from funcgrad.state import check_optimizer
 from funcgrad.stateful.parameter import HookContext, Parameter, unique_parameters
 from funcgrad.trees import PyTree
 
@@ -22,7 +23,9 @@ class Optimizer:
     touched, nor is its state; one whose `.grad` is zeros is. Whether it still requires a gradient is not looked at.
 
     Each parameter is given to the transformation by itself, without the loss, so what couples parameters or needs a loss
-    belongs elsewhere: clip with `clip_grad_norm_` before the step, as in PyTorch; for masks use groups. The pure expression of
+    belongs elsewhere: clip with `clip_grad_norm_` before the step, as in PyTorch; for masks use groups. Two that the same key
+    makes noise for (`optax.add_noise`) get the same noise, and `optax.adam` takes a complex number for one and not for two
+    numbers, as PyTorch does. The pure expression of
     a step, for one transformation and all parameters together: `updates, opt_state = optimizer.update(fg.mean(buffer),
     opt_state, params)`, and then `optax.apply_updates`.
 
@@ -56,8 +59,7 @@ class Optimizer:
         self._groups: list[_Group] = []
         seen: set[Parameter] = set()
         for group_params, each in groups:
-            if not (callable(getattr(each, "init", None)) and callable(getattr(each, "update", None))):
-                raise TypeError(f"expected an optax transformation, optax.sgd(0.1) for example; got {trees.describe(each)}")
+            check_optimizer(each)
             found = unique_parameters(group_params)
             if not found:
                 raise ValueError("the optimizer got no Parameter. Make them with stateful.parameters(tree)")

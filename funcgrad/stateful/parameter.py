@@ -104,7 +104,10 @@ class Parameter:
         self._requires_grad = bool(value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `.grad`: to None, or to zeros where there is one. The pure expression: `buffer = fg.zero_grad(buffer)`."""
+        """Clear `.grad`: to None, or to zeros where there is one. The pure expression: `buffer = fg.zero_grad(buffer)`.
+
+        The memory of a gradient that nobody else holds is kept for the next one, also after None.
+        """
         if self._grad is None:
             return
         if set_to_none:
@@ -146,6 +149,10 @@ class Parameter:
             spare, self._spare = self._spare, None
             return True, jnp.zeros_like(self._data) if spare is None else spare
         return False, jnp.copy(self._grad) if keep or self._grad_is_lent else self._grad
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As in PyTorch, neither a copy nor a pickle has the gradient or the hooks.
+        return Parameter, (self.data, self.requires_grad)
 
     def __repr__(self) -> str:
         return f"Parameter({trees.describe(self._data)}, requires_grad={self.requires_grad})"

@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import inspect
+import types
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +13,9 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
+from funcgrad import trees
 from funcgrad.loss import WeightedLoss, read_loss
-from funcgrad.stateful.presence import gradient_reaches
+from funcgrad.stateful.presence import reached_inputs
 from funcgrad.trees import PyTree
 
 
@@ -21,12 +26,10 @@ class Layout:
     Attributes:
       treedef: the structure of the tuple of arguments.
       slots: for each leaf, `("parameter", index)`, `("array", index)` or `("constant", type, value)`.
-      requires_grad: for each parameter.
     """
 
     treedef: Any
     slots: tuple[tuple[Any, ...], ...]
-    requires_grad: tuple[bool, ...]
 
     def arguments(self, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments, with `values` for the parameters."""
@@ -41,12 +44,14 @@ class Traced:
     Attributes:
       run: `(values, arrays) -> [loss, *aux leaves]`.
       aux_treedef: the structure of aux.
-      reached: for each parameter, whether it requires a gradient and the loss depends on it.
+      reached: for each parameter, whether the gradient of the loss reaches it.
+      has_effects: whether it calls back into Python, and so may fail while it runs.
     """
 
     run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     aux_treedef: Any
     reached: list[bool]
+    has_effects: bool
 
     def __call__(self, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, PyTree]:
         """`(loss, aux)`."""
@@ -55,36 +60,22 @@ class Traced:
 
 
 class Programs:
-    """The compiled programs of one loss function, which is itself called once for given shapes."""
+    """The compiled programs of one loss function, which is itself called once for given shapes and not kept."""
 
-    def __init__(self, loss_fn: Callable[..., Any]):
-        self._loss_fn = loss_fn
+    def __init__(self) -> None:
         self._traced: dict[Any, Traced] = {}
         self.forward = jax.jit(self._forward, static_argnums=0)
         self.backward = jax.jit(self._backward, static_argnums=(0, 1), donate_argnums=6)
 
-    def trace(self, layout: Layout, values: list[jax.Array], arrays: list[Any]) -> tuple[Any, Traced]:
+    def trace(
+        self, loss_fn: Callable[..., Any], layout: Layout, values: list[jax.Array], arrays: list[Any]
+    ) -> tuple[Any, Traced]:
         """`(key, traced)`, with `key` a hashable name for it."""
         leaves = [jax.typeof(leaf) for leaf in (*values, *arrays)]
         config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         key = layout, config, tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
         if key not in self._traced:
-
-            def evaluate(values: list[Any], arrays: list[Any]) -> tuple[Any, PyTree]:
-                output = self._loss_fn(*layout.arguments(values, arrays))
-                loss, aux = read_loss(output, has_aux=isinstance(output, tuple))
-                return jnp.asarray(loss.mean() if isinstance(loss, WeightedLoss) else loss), aux
-
-            closed, (_, aux) = jax.make_jaxpr(evaluate, return_shape=True)(values, arrays)
-            run_flat = jax.extend.core.jaxpr_as_fun(closed)
-            required = [index for index, is_required in enumerate(layout.requires_grad) if is_required]
-
-            def loss_of(chosen: list[Any]) -> Any:
-                return run_flat(*_replaced(values, required, chosen), *arrays)[0]
-
-            found = dict(zip(required, gradient_reaches(loss_of, [values[index] for index in required]), strict=True))
-            reached = [found.get(index, False) for index in range(len(values))]
-            self._traced[key] = Traced(lambda values, arrays: run_flat(*values, *arrays), jax.tree.structure(aux), reached)
+            self._traced[key] = _trace(loss_fn, layout, values, arrays)
         return key, self._traced[key]
 
     def _forward(self, key: Any, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, PyTree]:
@@ -94,7 +85,8 @@ class Programs:
         self, key: Any, wanted: tuple[int, ...], values: Any, arrays: Any, scale: Any, is_first: Any, old: Any
     ) -> tuple[Any, PyTree, list[jax.Array]]:
         def loss_of(chosen: list[Any]) -> tuple[Any, PyTree]:
-            return self._traced[key](_replaced(values, wanted, chosen), arrays)
+            replaced = dict(zip(wanted, chosen, strict=True))
+            return self._traced[key]([replaced.get(index, value) for index, value in enumerate(values)], arrays)
 
         loss, pullback, aux = jax.vjp(loss_of, [values[index] for index in wanted], has_aux=True)
         # PyTorch's gradient of a complex parameter is the conjugate of JAX's.
@@ -104,14 +96,78 @@ class Programs:
         return loss, aux, summed
 
 
-@functools.lru_cache(maxsize=256)
+def _trace(loss_fn: Callable[..., Any], layout: Layout, values: list[jax.Array], arrays: list[Any]) -> Traced:
+    def evaluate(values: list[Any], arrays: list[Any]) -> tuple[Any, PyTree]:
+        output = loss_fn(*layout.arguments(values, arrays))
+        if isinstance(output, tuple) and len(output) != 2:
+            raise TypeError(f"the loss function must return a loss, or a pair of loss and aux; got a tuple of {len(output)}")
+        loss, aux = read_loss(output, has_aux=isinstance(output, tuple))
+        return jnp.asarray(loss.mean() if isinstance(loss, WeightedLoss) else loss), aux
+
+    closed, (_, aux) = jax.make_jaxpr(evaluate, return_shape=True)(values, arrays)
+    run = jax.extend.core.jaxpr_as_fun(closed)
+    reached = reached_inputs(closed)[: len(values)]
+    has_effects = _calls_back(closed.jaxpr)
+    return Traced(lambda values, arrays: run(*values, *arrays), jax.tree.structure(aux), reached, has_effects)
+
+
+def _calls_back(jaxpr: Any) -> bool:
+    """Whether there is a callback in `jaxpr`; a pure one has no effect that JAX would list."""
+    return bool(jaxpr.effects) or any(
+        "callback" in equation.primitive.name
+        or any(
+            _calls_back(inner)
+            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda node: hasattr(node, "eqns"))
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns")
+        )
+        for equation in jaxpr.eqns
+    )
+
+
+# By the identity of the function, or of the object whose method it is, and as long as that lives.
+_programs: dict[int, dict[Any, Programs]] = {}
+# How many functions there were with the same code.
+_same_code: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()
+_SAME_CODE_LIMIT = 5
+
+
 def programs_of(loss_fn: Callable[..., Any]) -> Programs:
-    """The programs of a loss function, kept for the last 256 functions."""
-    return Programs(loss_fn)
+    """The programs of a loss function, kept as long as the function is.
+
+    Raises:
+      TypeError: it cannot be called, or not be kept.
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function; got {trees.describe(loss_fn)}")
+    # A method is a new object each time that it is asked for.
+    owner, name = (loss_fn.__self__, loss_fn.__func__) if isinstance(loss_fn, types.MethodType) else (loss_fn, None)
+    if id(owner) not in _programs:
+        try:
+            weakref.finalize(owner, _programs.pop, id(owner), None).atexit = False
+        except TypeError:
+            raise TypeError(
+                f"loss_fn must be a function or a method of an object that can be referred to weakly; got {loss_fn!r}. "
+                "Wrap it in a function"
+            ) from None
+        _programs[id(owner)] = {}
+    kept = _programs[id(owner)]
+    if name not in kept:
+        kept[name] = Programs()
+        _warn_of_copies(loss_fn)
+    return kept[name]
 
 
-def _replaced(values: Sequence[Any], indices: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
-    replaced = list(values)
-    for index, value in zip(indices, chosen, strict=True):
-        replaced[index] = value
-    return replaced
+def _warn_of_copies(loss_fn: Any) -> None:
+    function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return
+    _same_code[code] = _same_code.get(code, 0) + 1
+    if _same_code[code] == _SAME_CODE_LIMIT:
+        warnings.warn(
+            f"{code.co_name} ({code.co_filename}, line {code.co_firstlineno}) was defined and traced anew "
+            f"{_SAME_CODE_LIMIT} times, which is slow. Define the loss function once, outside of the loop, and pass it what "
+            "changes as an argument",
+            UserWarning,
+            stacklevel=5,  # who called evaluate or grad
+        )

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from funcgrad import accumulator, trees
+from funcgrad.stateful.loss import Loss
 from funcgrad.stateful.optimizer import Optimizer
 
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
@@ -60,26 +61,36 @@ class GradScaler:
         self._enabled = enabled
         self._scale, self._growth_tracker = float(init_scale), 0
         self._growth_factor, self._backoff_factor, self._growth_interval = growth_factor, backoff_factor, growth_interval
+        self._has_scaled = False
         self._stages: dict[int, str] = {}
         self._all_finite: dict[int, Any] = {}
 
     def scale(self, outputs: Any) -> Any:
-        """A loss, an array, or a list or tuple of them, times the scale."""
+        """A loss, an array, or a list or tuple of them, times the scale.
+
+        Raises:
+          ValueError: it is something else.
+        """
         if not self._enabled:
             return outputs
         if isinstance(outputs, list | tuple):
             return type(outputs)(self.scale(output) for output in outputs)
+        if not (isinstance(outputs, Loss) or trees.is_array(outputs)):
+            raise ValueError(f"outputs must be a loss or an array, or a list or tuple of them; got {trees.describe(outputs)}")
+        self._has_scaled = True
         return outputs * self._scale
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale, for clipping before the step; `step` does it otherwise.
 
         Raises:
+          AssertionError: no loss was scaled yet.
           RuntimeError: it was done since the last update, or the step was.
           ValueError: a parameter is float16.
         """
         if not self._enabled:
             return
+        self._check_scaled("unscale_")
         stage = self._stages.get(id(optimizer), _READY)
         if stage == _UNSCALED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
@@ -100,17 +111,19 @@ class GradScaler:
         """Unscale, if that was not done, and step, if all gradients are finite. Waits for the device.
 
         Raises:
-          RuntimeError: it was done since the last update, or there is no gradient.
+          AssertionError: no loss was scaled yet, or there is no gradient.
+          RuntimeError: it was done since the last update.
         """
         if not self._enabled:
             return optimizer.step()
+        self._check_scaled("step")
         stage = self._stages.get(id(optimizer), _READY)
         if stage == _STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
         if stage == _READY:
             self.unscale_(optimizer)
         if id(optimizer) not in self._all_finite:
-            raise RuntimeError("no gradient of this optimizer was checked: call backward() on the scaled loss before step()")
+            raise AssertionError("no gradient of this optimizer was checked: call backward() on the scaled loss before step()")
         answer = optimizer.step() if bool(self._all_finite[id(optimizer)]) else None
         self._stages[id(optimizer)] = _STEPPED
         return answer
@@ -122,14 +135,15 @@ class GradScaler:
           new_scale: this one instead.
 
         Raises:
-          RuntimeError: no gradient was checked since the last update.
+          AssertionError: no loss was scaled yet, or no gradient was checked since the last update.
         """
         if not self._enabled:
             return
+        self._check_scaled("update")
         if new_scale is not None:
             self._scale = float(new_scale)
         elif not self._all_finite:
-            raise RuntimeError("no gradient was checked since the last update(): call step() before update()")
+            raise AssertionError("no gradient was checked since the last update(): call step() before update()")
         elif not all(bool(finite) for finite in self._all_finite.values()):
             self._scale, self._growth_tracker = self._scale * self._backoff_factor, 0
         else:
@@ -138,6 +152,10 @@ class GradScaler:
                 grown = self._scale * self._growth_factor
                 self._scale, self._growth_tracker = grown if grown <= _FLOAT32_MAX else self._scale, 0
         self._stages, self._all_finite = {}, {}
+
+    def _check_scaled(self, name: str) -> None:
+        if not self._has_scaled:
+            raise AssertionError(f"{name} was called before scale: multiply the loss with scale(loss) before its backward")
 
     def get_scale(self) -> float:
         """The scale; 1 if not enabled."""

@@ -16,8 +16,8 @@ NAMES = ("a", "b", "tied")
 X = np.array([[0.5, -1.0], [1.5, 0.25]])
 
 
-def torch_loss(params, detached):
-    hidden = torch.tensor(X) @ params["a"] * params["tied"]
+def torch_loss(params, detached, constant):
+    hidden = torch.tensor(X) @ (params["a"].detach() if constant else params["a"]) * params["tied"]
     hidden = hidden.detach() if detached else hidden
     return ((hidden + params["b"]) * params["tied"]).pow(2).mean()
 
@@ -28,9 +28,14 @@ def loss_fn(params, x, detached):
     return jnp.mean(((hidden + params["b"]) * params["again"]) ** 2)
 
 
+def implicit_loss(tree, detached, constant):
+    tree = {**tree, "a": tree["a"].detach()} if constant else tree
+    return stateful.evaluate(loss_fn, tree, X, detached)
+
+
 names = st.sampled_from(NAMES)
 instructions = st.one_of(
-    st.tuples(st.just("backward"), st.booleans()),
+    st.tuples(st.just("backward"), st.tuples(st.booleans(), st.booleans())),
     st.tuples(st.just("zero_grad"), st.booleans()),
     st.tuples(st.just("zero_one"), st.tuples(names, st.booleans())),
     st.tuples(st.just("step"), st.none()),
@@ -55,8 +60,8 @@ def check_programs(program):  # noqa: PLR0912
         if instruction == "backward":
             errors = []
             for run in (
-                lambda argument=argument: torch_loss(tensors, argument).backward(),
-                lambda argument=argument: stateful.evaluate(loss_fn, tree, X, argument).backward(),
+                lambda argument=argument: torch_loss(tensors, *argument).backward(),
+                lambda argument=argument: implicit_loss(tree, *argument).backward(),
             ):
                 try:
                     run()

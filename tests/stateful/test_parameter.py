@@ -1,0 +1,71 @@
+"""Parameters by themselves."""
+
+import copy
+import pickle
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from funcgrad import stateful
+
+
+def test_a_tree_of_parameters():
+    tied = jnp.ones(2)
+    params = stateful.parameters({"a": tied, "b": [tied, np.ones(3, np.float32), None], "n": jnp.arange(3), "name": "net"})
+    assert params["a"] is params["b"][0]
+    assert (params["b"][1].data.shape, params["b"][2], params["name"]) == ((3,), None, "net")
+    assert [params[name].requires_grad for name in ("a", "n")] == [True, False]
+    assert stateful.parameters(params)["a"] is params["a"]
+    assert repr(params["n"]) == "Parameter(int32[3], requires_grad=False)"
+
+
+@pytest.mark.parametrize("name", ["grad", "data"])
+def test_assignments_that_do_not_fit(name):
+    weight = stateful.Parameter(jnp.ones(2))
+    for value in (jnp.ones(3), jnp.ones(2, jnp.float16), np.ones((), np.float32)):
+        with pytest.raises(RuntimeError, match=rf"{name} must be like the parameter, float32\[2\]; got "):
+            setattr(weight, name, value)
+    with pytest.raises(TypeError, match=rf"{name} must be an array like the parameter's float32\[2\]; got str"):
+        setattr(weight, name, "zeros")
+    setattr(weight, name, np.full(2, 3, np.float32))
+    assert getattr(weight, name).tolist() == [3, 3]
+
+
+def test_integers_cannot_require_gradients():
+    with pytest.raises(
+        RuntimeError, match=r"only floating and complex parameters can require gradients; this one is int32\[3\]"
+    ):
+        stateful.Parameter(jnp.arange(3))
+
+
+def test_arrays_that_somebody_holds_are_never_deleted():
+    first = jnp.array(3.0)
+    weight = stateful.Parameter(first)
+    optimizer = stateful.Optimizer(optax.sgd(0.1), weight)
+    held = [first]
+    pending = stateful.evaluate(jnp.square, weight)
+    for step in range(4):
+        stateful.evaluate(jnp.square, weight).backward()
+        held += [weight.grad] if step % 2 else [weight.data, weight.detach()]
+        optimizer.step()
+    assert not any(array.is_deleted() for array in held)
+    assert pending.item() == 9.0
+    pending.backward()
+
+
+def test_copies_have_neither_gradient_nor_hooks():
+    weight = stateful.Parameter(jnp.arange(2.0))
+    weight.grad = jnp.ones(2)
+    weight.register_hook(lambda grad: 2 * grad)
+    frozen = stateful.Parameter(jnp.ones(2), requires_grad=False)
+    for clone in (copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))):
+        made = clone(stateful.Parameter(weight.data)) if clone is not copy.deepcopy else clone([weight, weight])[1]
+        assert (made.data.tolist(), made.grad, made.requires_grad) == ([0, 1], None, True)
+        assert not clone(frozen).requires_grad
+        stateful.evaluate(jnp.sum, made).backward()
+        assert made.grad.tolist() == [1, 1]
+    one, other = copy.deepcopy([weight, weight])
+    assert one is other
+    assert weight.grad.tolist() == [1, 1]
