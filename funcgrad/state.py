@@ -68,7 +68,7 @@ class TrainState:
             raise TypeError(
                 "params must hold arrays. For a state's shapes: jax.eval_shape(lambda p: TrainState.create(p, ...), p)"
             )
-        params = jax.tree.map(_own_array if copy else _as_array, params)
+        params = jax.tree.map(_own_array if copy else trees.strongly_typed, params)
         mask = trees.trainable_mask(params, trainable, numbers=False)
         selected, _ = trees.partition(params, mask)
         buffer = accumulator.zeros(selected, dtype=dtype)
@@ -123,15 +123,7 @@ def check_state(state: Any) -> None:
 
 def _own_array(leaf: Any) -> Any:
     """A copy of an array leaf that shares no memory with it, strongly typed, so that the first step compiles for good."""
-    return _as_array(jnp.array(leaf, copy=True)) if trees.is_array(leaf) else leaf
-
-
-def _as_array(leaf: Any) -> Any:
-    if not trees.is_array(leaf) or trees.is_key(leaf):
-        return leaf
-    array = jnp.asarray(leaf)
-    # float0 stays an array of NumPy, which has no weak type.
-    return jax.lax.convert_element_type(array, array.dtype) if getattr(array, "weak_type", False) else array
+    return trees.strongly_typed(jnp.array(leaf, copy=True)) if trees.is_array(leaf) else leaf
 
 
 def _owned(opt_state: PyTree) -> PyTree:

@@ -41,6 +41,15 @@ def is_array(leaf: Any) -> bool:
     )  # np.float64 is a float
 
 
+def strongly_typed(leaf: Any) -> Any:
+    """An array leaf as a JAX array whose dtype does not give way in arithmetic; any other leaf as it is."""
+    if not is_array(leaf) or is_key(leaf):
+        return leaf
+    array = jnp.asarray(leaf)
+    # float0 stays an array of NumPy, which has no weak type.
+    return jax.lax.convert_element_type(array, array.dtype) if getattr(array, "weak_type", False) else array
+
+
 def is_differentiable(leaf: Any) -> bool:
     """Whether `leaf` has a gradient: floating or complex, not an integer, a boolean, a PRNG key, float0 or an object."""
     dtype = dtype_of(leaf)
@@ -61,6 +70,21 @@ def at_least_float32(dtype: Any) -> np.dtype:
 def real_dtype(dtype: Any) -> np.dtype:
     """The real dtype of the same precision: float32 for complex64."""
     return jnp.finfo(dtype).dtype
+
+
+def check_known_arrays(tree: PyTree, root: str) -> None:
+    """Check that no leaf of `tree` is an array of another library, which would pass for an object.
+
+    Raises:
+      TypeError: one is.
+    """
+    for name, leaf in leaves_with_names(tree, root):
+        if dtype_of(leaf) is None and (hasattr(leaf, "__dlpack__") or hasattr(leaf, "__array_interface__")):
+            module = type(leaf).__module__.partition(".")[0]
+            raise TypeError(
+                f"{name} is a {module}.{type(leaf).__name__}, which is no array to JAX. Give it as a numeric NumPy array: "
+                "tensor.detach().numpy() for PyTorch's"
+            )
 
 
 def describe(leaf: Any) -> str:

@@ -4,7 +4,7 @@ from funcgrad.stateful.clip import clip_grad_norm_, clip_grad_value_
 from funcgrad.stateful.evaluate import evaluate, grad
 from funcgrad.stateful.loss import Loss
 from funcgrad.stateful.optimizer import Optimizer
-from funcgrad.stateful.parameter import Handle, Parameter, parameters, zero_grad
+from funcgrad.stateful.parameter import Handle, Parameter, arrays, parameters, zero_grad
 from funcgrad.stateful.scaler import GradScaler
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Loss",
     "Optimizer",
     "Parameter",
+    "arrays",
     "clip_grad_norm_",
     "clip_grad_value_",
     "evaluate",

@@ -1,7 +1,7 @@
 """The graph behind a loss: what it was computed from, kept until its gradients are taken."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from funcgrad import trees
+from funcgrad.stateful.failure import checks_numbers
 from funcgrad.stateful.parameter import Parameter, unique_parameters
-from funcgrad.stateful.programs import Layout, Programs, Traced, programs_of
+from funcgrad.stateful.programs import Layout, Programs, programs_of
 from funcgrad.trees import PyTree
 
 
@@ -19,7 +20,7 @@ class Graph:
     """What a loss was computed from, until its gradients are taken.
 
     Attributes:
-      programs, key, traced: the computation.
+      programs, key: the computation.
       parameters: the parameters in its arguments.
       reached: for each, whether it requires a gradient and the loss depends on it.
       saved: the arrays of the parameters, and the other arrays; None once the graph was used.
@@ -28,7 +29,6 @@ class Graph:
 
     programs: Programs
     key: Any
-    traced: Traced
     parameters: list[Parameter]
     reached: list[bool]
     saved: tuple[list[jax.Array], list[Any]] | None
@@ -64,9 +64,14 @@ class Graph:
             if reached and parameter.requires_grad and (chosen is None or parameter in chosen)
         ]
 
-    def may_fail(self) -> bool:
-        """Whether the device may raise an error while the program runs, which would be too late for donated arrays."""
-        return self.traced.has_effects or jax.config.jax_debug_nans or jax.config.jax_debug_infs  # pyright: ignore[reportAttributeAccessIssue]
+    def may_fail(self, wanted: list[Parameter]) -> bool:
+        """Whether backward may raise an error while it runs, which would be too late for donated arrays."""
+        assert self.saved is not None
+        return checks_numbers() or self.programs.backward_calls_back(self.key, self._indices(wanted), *self.saved)
+
+    def _indices(self, wanted: list[Parameter]) -> tuple[int, ...]:
+        places = {parameter: index for index, parameter in enumerate(self.parameters)}
+        return tuple(places[parameter] for parameter in wanted)
 
     def backward(self, wanted: list[Parameter], scale: float, old: list[tuple[bool, jax.Array]]) -> list[jax.Array]:
         """The gradients of these parameters, times `scale`, each added to what `old` holds.
@@ -77,12 +82,11 @@ class Graph:
           old: for each, whether the gradient is the first, so that nothing is added; and an array, whose memory is reused.
         """
         assert self.saved is not None
-        places = {parameter: index for index, parameter in enumerate(self.parameters)}
-        indices = tuple(places[parameter] for parameter in wanted)
+        indices = self._indices(wanted)
         is_first = np.array([first for first, _ in old])
         given = [array for _, array in old]
         result = self.programs.backward(self.key, indices, *self.saved, jnp.asarray(scale), is_first, given)
-        if self.may_fail():
+        if self.may_fail(wanted):
             jax.block_until_ready(result)
         loss, aux, summed = result
         self.result = loss, aux
@@ -95,6 +99,7 @@ def record(loss_fn: Callable[..., Any], params: PyTree, args: tuple[Any, ...]) -
     Raises:
       TypeError: `loss_fn` gives no loss, or an argument can be neither traced nor kept as a constant.
     """
+    params = list(params) if isinstance(params, Iterator) else params
     parameters = unique_parameters(params, args)
     places = {parameter: index for index, parameter in enumerate(parameters)}
     leaves, treedef = jax.tree.flatten((params, *args))
@@ -108,6 +113,7 @@ def record(loss_fn: Callable[..., Any], params: PyTree, args: tuple[Any, ...]) -
             # A copy of NumPy's: nothing is computed yet, and the caller may write into it.
             arrays.append(jnp.array(leaf) if isinstance(leaf, np.ndarray) else leaf)
         else:
+            trees.check_known_arrays(leaf, f"an argument of {getattr(loss_fn, '__name__', 'the loss function')}")
             slots.append(("constant", type(leaf), leaf))
     layout = Layout(treedef, tuple(slots))
     try:
@@ -119,4 +125,4 @@ def record(loss_fn: Callable[..., Any], params: PyTree, args: tuple[Any, ...]) -
     programs, values = programs_of(loss_fn), [parameter._data for parameter in parameters]
     key, traced = programs.trace(loss_fn, layout, values, arrays)
     reached = [found and parameter.requires_grad for found, parameter in zip(traced.reached, parameters, strict=True)]
-    return Graph(programs, key, traced, parameters, reached, (values, arrays))
+    return Graph(programs, key, parameters, reached, (values, arrays))

@@ -1,6 +1,6 @@
 """Loss: the value of a loss, and the way to its gradients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,16 +8,16 @@ import jax.numpy as jnp
 
 from funcgrad import trees
 from funcgrad.stateful.graph import Graph
-from funcgrad.stateful.parameter import HookContext, Parameter
+from funcgrad.stateful.parameter import IN_HOOK, Parameter, all_leaves, during
 from funcgrad.trees import PyTree
 
 
 class Loss:
     """The value of a loss, and the way to its gradients: what PyTorch's `loss` tensor with its graph is.
 
-    Made by `evaluate`. Nothing has been computed when it is made, and nothing waits for the device but `item`, `float` and
-    printing. Losses can be added, and multiplied with numbers: `loss / 4`, `real + fake`, `loss - 0.1 * penalty`. Such a
-    combination shares the graphs of its terms, and is what `fg.backward` of the combined function would be.
+    Made by `evaluate`. Nothing has been computed when it is made, and nothing waits for the device but `item`, `float`,
+    comparing and printing. Losses can be added, and multiplied with numbers: `loss / 4`, `real + fake`. Such a combination
+    shares the graphs of its terms, and is what `fg.backward` of the combined function would be.
     """
 
     __array_ufunc__ = None  # NumPy's arrays and numbers leave arithmetic to this class
@@ -29,7 +29,8 @@ class Loss:
     def value(self) -> jax.Array:
         """The loss, `[]`."""
         scaled = [
-            loss if scale == 1.0 else loss * scale for (loss, _), scale in ((g.forward(), s) for g, s in self._terms.items())
+            loss if scale == 1.0 else loss * scale
+            for loss, scale in ((graph.forward()[0], scale) for graph, scale in self._terms.items())
         ]
         total = scaled[0]
         for each in scaled[1:]:
@@ -59,6 +60,26 @@ class Loss:
     def __repr__(self) -> str:
         return f"Loss({self.item()})"
 
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __eq__(self, other: object) -> bool:
+        return self.item() == other
+
+    __hash__ = object.__hash__
+
+    def __lt__(self, other: Any) -> bool:
+        return self.item() < other
+
+    def __le__(self, other: Any) -> bool:
+        return self.item() <= other
+
+    def __gt__(self, other: Any) -> bool:
+        return self.item() > other
+
+    def __ge__(self, other: Any) -> bool:
+        return self.item() >= other
+
     def __add__(self, other: Any) -> "Loss":
         if isinstance(other, Loss):
             terms = dict(self._terms)
@@ -84,6 +105,14 @@ class Loss:
             return NotImplemented
         return Loss({graph: scale / number for graph, scale in self._terms.items()}, self._constant / number)
 
+    def __pow__(self, exponent: Any) -> "Loss":
+        _number(self)
+        return NotImplemented
+
+    def __rtruediv__(self, dividend: Any) -> "Loss":
+        _number(self)
+        return NotImplemented
+
     def __neg__(self) -> "Loss":
         return self * -1.0
 
@@ -98,7 +127,7 @@ class Loss:
 
         The pure expression: `buffer, loss = fg.backward(loss_fn)(buffer, params, *args)`. If it raises, every `.grad` is left
         as it was. It does not wait for the device, unless the loss function calls back into Python or `jax_debug_nans` is on,
-        whose errors come while the program runs.
+        whose errors come while the program runs. The loss is computed on the way: to read it before costs another forward pass.
 
         Args:
           retain_graph: whether `backward` may be called again.
@@ -126,10 +155,12 @@ class Loss:
                 "the loss does not depend on any parameter that requires a gradient, so there is nothing to compute. Pass the "
                 "Parameters to evaluate, not their arrays, and look for requires_grad=False, detach() and stop_gradient"
             )
+        for graph in self._terms:
+            if not graph.wanted(chosen):  # a constant: it may fail, too, and better before anything was added
+                jax.block_until_ready(graph.forward())
         _accumulate(self._terms, chosen)
         if not retain_graph:
             for graph in self._terms:
-                graph.forward()
                 graph.release()
 
 
@@ -148,18 +179,19 @@ def _accumulate(terms: Mapping[Graph, float], chosen: set[Parameter] | None) -> 
     parameters = list(dict.fromkeys(parameter for graph in terms for parameter in graph.wanted(chosen)))
     before = [parameter._grad for parameter in parameters]
     if len(terms) > 1 or any(parameter._hooks for parameter in parameters):
-        for parameter, grad in gradients(terms, chosen).items():
-            # A hook may hold what it saw or gave, so this array is not ours alone.
-            parameter.grad = grad if parameter._grad is None else parameter._grad + grad
+        found = gradients(terms, chosen)
+        sums = [grad if each._grad is None else each._grad + grad for each, grad in found.items()]
+        for parameter, total in zip(found, sums, strict=True):
+            parameter.grad = total  # a hook may hold what it saw or gave, so this array is not ours alone
     elif parameters:
         ((graph, scale),) = terms.items()
         # What may still raise has the gradients put back.
-        keep = graph.may_fail() or any(parameter._post_hooks for parameter in parameters)
+        keep = graph.may_fail(parameters) or any(parameter._post_hooks for parameter in parameters)
         old = [parameter.memory_for_sum(keep=keep) for parameter in parameters]
         for parameter, grad in zip(parameters, graph.backward(parameters, scale, old), strict=True):
             parameter.set_grad(grad)
     try:
-        with HookContext():
+        with during(IN_HOOK):
             for parameter in parameters:
                 for hook in list(parameter._post_hooks.values()):
                     hook(parameter)
@@ -185,7 +217,7 @@ def _hooked(parameter: Parameter, grad: jax.Array) -> jax.Array:
 
 
 def _read_inputs(inputs: Any) -> set[Parameter]:
-    leaves = jax.tree.leaves(list(inputs) if isinstance(inputs, Iterator) else inputs)
+    leaves = list(all_leaves(inputs))
     for leaf in leaves:
         if not isinstance(leaf, Parameter):
             raise TypeError(f"inputs must hold Parameters; got {trees.describe(leaf)}")
@@ -196,6 +228,11 @@ def _read_inputs(inputs: Any) -> set[Parameter]:
 
 def _number(value: Any) -> float | None:
     """`value` as a number, if it is a real scalar."""
+    if isinstance(value, Loss):
+        raise TypeError(
+            "losses can be added, and multiplied with numbers. Write a product of two, or a power, in one loss function, or "
+            "take the value of one: loss.item()"
+        )
     dtype = trees.dtype_of(value)
     is_real = dtype is not None and not jnp.issubdtype(dtype, jnp.complexfloating) and not trees.is_key(value)
     return float(value) if is_real and jnp.shape(value) == () else None

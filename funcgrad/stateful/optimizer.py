@@ -10,7 +10,8 @@ import optax
 
 from funcgrad import trees
 from funcgrad.state import check_optimizer
-from funcgrad.stateful.parameter import HookContext, Parameter, unique_parameters
+from funcgrad.stateful.failure import calls_back, checks_numbers
+from funcgrad.stateful.parameter import IN_HOOK, Parameter, some_parameters
 from funcgrad.trees import PyTree
 
 Groups = Sequence[tuple[PyTree, optax.GradientTransformation]]
@@ -53,14 +54,15 @@ class Optimizer:
       `torch.optim.Optimizer <https://docs.pytorch.org/docs/stable/optim.html>`_
     """
 
+    __slots__ = ("__weakref__", "_groups")  # so that optimizer.lr = 0.1 is an error
+
     def __init__(self, transformation: optax.GradientTransformation | Groups, params: PyTree = None):
-        is_one = hasattr(transformation, "update")
-        groups: Any = [(params, transformation)] if is_one else transformation
+        groups = _read_groups(transformation, params)
         self._groups: list[_Group] = []
         seen: set[Parameter] = set()
         for group_params, each in groups:
             check_optimizer(each)
-            found = unique_parameters(group_params)
+            found = some_parameters(group_params)
             if not found:
                 raise ValueError("the optimizer got no Parameter. Make them with stateful.parameters(tree)")
             if seen.intersection(found):
@@ -76,7 +78,7 @@ class Optimizer:
         Args:
           closure: called first, to evaluate the loss and its gradients; its answer is returned.
         """
-        if HookContext.depth:
+        if IN_HOOK.get():
             warnings.warn(
                 "an optimizer steps in a hook, at every backward: gradients are then not accumulated over microbatches. Step "
                 "after the last backward of a window",
@@ -97,6 +99,45 @@ class Optimizer:
     def parameters(self) -> list[Parameter]:
         """The parameters of all groups, in order."""
         return [parameter for group in self._groups for parameter in group.parameters]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """PyTorch's name for the options, which belong to the transformation here.
+
+        Raises:
+          AttributeError: always, with what to do.
+        """
+        raise AttributeError(
+            "an Optimizer has no param_groups: learning rates belong to the optax transformation. Give it a schedule, "
+            "optax.sgd(optax.cosine_decay_schedule(0.1, 1000)), or make the rate settable, "
+            "optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), and use set_hyperparams(learning_rate=0.01)"
+        )
+
+    def set_hyperparams(self, **values: Any) -> None:
+        """Set numbers that `optax.inject_hyperparams` has put into the state: `set_hyperparams(learning_rate=0.01)`.
+
+        Raises:
+          KeyError: a transformation has no such number; nothing is changed.
+
+        Example:
+          >>> import jax.numpy as jnp, optax
+          >>> from funcgrad import stateful
+          >>> weight = stateful.Parameter(jnp.array(3.0))
+          >>> optimizer = stateful.Optimizer(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), weight)
+          >>> optimizer.set_hyperparams(learning_rate=0.5)
+          >>> weight.grad = jnp.array(2.0)
+          >>> optimizer.step()
+          >>> print(weight.data)
+          2.0
+
+        Reference:
+          `optax.inject_hyperparams
+          <https://optax.readthedocs.io/en/latest/api/utilities.html#optax.inject_hyperparams>`_
+        """
+        begun = [group.begun_states() for group in self._groups]
+        changed = [[_with_hyperparams(state, values) for state in states] for states in begun]
+        for group, states in zip(self._groups, changed, strict=True):
+            group.states = states
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: for each parameter that of the transformation, or None before the first step."""
@@ -120,7 +161,39 @@ class Optimizer:
                 expected = jax.eval_shape(group.transformation.init, group.parameters[index]._data)
                 _check_state(expected, state, f"state_dict['state'][{position}]")
         for (group, index), state in zip(owners, states, strict=True):
-            group.states[index] = jax.tree.map(jnp.copy, state)
+            group.states[index] = None if state is None else group.like_begun(index, state)
+
+
+def _read_groups(transformation: Any, params: PyTree) -> list[tuple[PyTree, Any]]:
+    if hasattr(transformation, "update"):
+        return [(params, transformation)]
+    is_list = isinstance(transformation, Sequence) and not isinstance(transformation, str)
+    if not is_list or not all(isinstance(group, tuple | list) and len(group) == 2 for group in transformation):
+        raise TypeError(
+            "expected an optax transformation and params, Optimizer(optax.sgd(0.1), params), or groups, "
+            f"Optimizer([(params, optax.sgd(0.1)), ...]); got {trees.abbreviate(repr(transformation))}"
+        )
+    if params is not None:
+        raise TypeError("params stand in the groups, [(params, transformation), ...], and must not be given beside them")
+    for group in transformation:
+        for options in jax.tree.leaves(group[0], is_leaf=lambda node: isinstance(node, dict) and "params" in node):
+            if isinstance(options, dict) and not isinstance(options["params"], Parameter):
+                raise TypeError(
+                    "options of a group in PyTorch's way, {'params': ..., 'lr': ...}, are not read. Give each group its own "
+                    "transformation: [(params, optax.sgd(0.1)), ...]"
+                )
+    return [(group[0], group[1]) for group in transformation]
+
+
+def _with_hyperparams(state: PyTree, values: dict[str, Any]) -> PyTree:
+    for name, value in values.items():
+        old = optax.tree.get(state, name)
+        if old is None:
+            raise KeyError(
+                f"the optimizer's state holds no {name}. Make it settable: optax.inject_hyperparams(optax.sgd)({name}=0.1)"
+            )
+        state = optax.tree.set(state, **{name: jnp.asarray(value, jnp.asarray(old).dtype)})
+    return state
 
 
 def _check_state(expected: PyTree, state: PyTree, name: str) -> None:
@@ -136,22 +209,44 @@ class _Group:
     def __init__(self, parameters: list[Parameter], transformation: optax.GradientTransformation):
         self.parameters, self.transformation = parameters, transformation
         self.states: list[Any] = [None] * len(parameters)
+        self._calls_back: dict[tuple[int, ...], bool] = {}
         self._update = jax.jit(self._update_each, donate_argnums=(0, 2))
 
     def step(self) -> None:
         active = [index for index, parameter in enumerate(self.parameters) if parameter._grad is not None]
         if not active:
             return
-        for index in active:
-            if self.states[index] is None:
-                # Its own arrays: it is given away at each step, and a state may hold the parameter itself.
-                self.states[index] = jax.tree.map(jnp.copy, self.transformation.init(self.parameters[index]._data))
+        self.states = self.begun_states(active)
         grads = [self.parameters[index]._grad for index in active]
-        values = [self.parameters[index].data_to_give_away() for index in active]
-        values, states = self._update(values, grads, [self.states[index] for index in active])
+        states = [self.states[index] for index in active]
+        keep = self._may_fail(tuple(active), grads, states)  # the arrays, until it is known that the step has not failed
+        values = [self.parameters[index].data_to_give_away(keep=keep) for index in active]
+        values, states = self._update(values, grads, jax.tree.map(jnp.copy, states) if keep else states)
+        if keep:
+            jax.block_until_ready((values, states))
         for index, value, state in zip(active, values, states, strict=True):
             self.parameters[index].set_data(value)
             self.states[index] = state
+
+    def begun_states(self, chosen: Sequence[int] | None = None) -> list[Any]:
+        """The states, with those of the `chosen` parameters begun; None for all."""
+        states = list(self.states)
+        for index in range(len(states)) if chosen is None else chosen:
+            if states[index] is None:
+                # Its own arrays: it is given away at each step, and a state may hold the parameter itself.
+                states[index] = jax.tree.map(jnp.copy, self.transformation.init(self.parameters[index]._data))
+        return states
+
+    def like_begun(self, index: int, state: PyTree) -> PyTree:
+        """A copy of `state` in the dtypes of the transformation's state for that parameter."""
+        expected = jax.eval_shape(self.transformation.init, self.parameters[index]._data)
+        return jax.tree.map(lambda model, leaf: jnp.array(leaf, model.dtype), expected, state)
+
+    def _may_fail(self, active: tuple[int, ...], grads: list[Any], states: list[Any]) -> bool:
+        if active not in self._calls_back:
+            values = [self.parameters[index]._data for index in active]
+            self._calls_back[active] = calls_back(self._update.trace(values, grads, states).jaxpr.jaxpr)
+        return self._calls_back[active] or checks_numbers()
 
     def _update_each(self, values: list[Any], grads: list[Any], states: list[Any]) -> tuple[list[Any], list[Any]]:
         new_values, new_states = [], []

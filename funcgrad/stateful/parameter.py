@@ -1,11 +1,14 @@
 """Parameter: an array with a `.grad` beside it, as in PyTorch."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, MappingView, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from funcgrad import trees
 from funcgrad.trees import PyTree
@@ -67,7 +70,15 @@ class Parameter:
         """The array. Assigning one of another shape or dtype is an error.
 
         The array that is handed out keeps its value; a step makes a new one.
+
+        Raises:
+          RuntimeError: it is read inside of a loss function, which would keep the value that it has at the first call.
         """
+        if TRACING.get():
+            raise RuntimeError(
+                "a loss function reads a Parameter that is no argument of it, and would keep the value of its first call. Pass "
+                "the Parameter to evaluate, in params or as a further argument"
+            )
         self._data_is_lent = True
         return self._data
 
@@ -88,6 +99,21 @@ class Parameter:
     def grad(self, value: Any) -> None:
         self._grad = None if value is None else self._fitting(value, "grad")
         self._grad_is_lent = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape."""
+        return self._data.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The array's dtype."""
+        return self._data.dtype
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return self._data.size
 
     @property
     def requires_grad(self) -> bool:
@@ -129,15 +155,19 @@ class Parameter:
 
     def set_grad(self, grad: jax.Array) -> None:
         """Take over a gradient that nobody else holds."""
-        self._grad, self._grad_is_lent = grad, False
+        self._grad, self._grad_is_lent = _concrete(grad), False
 
     def set_data(self, data: jax.Array) -> None:
         """Take over an array that nobody else holds."""
-        self._data, self._data_is_lent = data, False
+        self._data, self._data_is_lent = _concrete(data), False
 
-    def data_to_give_away(self) -> jax.Array:
-        """The array, or a copy of it if somebody else may still need the one that is there."""
-        return jnp.copy(self._data) if self._data_is_lent or self._holders else self._data
+    def data_to_give_away(self, *, keep: bool = False) -> jax.Array:
+        """The array, or a copy of it if somebody else may still need the one that is there.
+
+        Args:
+          keep: the array itself must stay alive, too.
+        """
+        return jnp.copy(self._data) if keep or self._data_is_lent or self._holders else self._data
 
     def memory_for_sum(self, *, keep: bool = False) -> tuple[bool, jax.Array]:
         """`(is_first, array)`: whether there is no gradient yet, and an array to give away, with the sum so far if there is.
@@ -149,6 +179,9 @@ class Parameter:
             spare, self._spare = self._spare, None
             return True, jnp.zeros_like(self._data) if spare is None else spare
         return False, jnp.copy(self._grad) if keep or self._grad_is_lent else self._grad
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.data, dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As in PyTorch, neither a copy nor a pickle has the gradient or the hooks.
@@ -175,27 +208,55 @@ class Parameter:
         return _own(value)
 
 
-class HookContext:
-    """Counts the hooks that are running after an accumulation, so that an optimizer knows that it steps in one."""
+def _takes_no_part(self: Parameter, *_: Any) -> NoReturn:
+    raise TypeError(
+        "a Parameter takes part in no computation by itself. Write a function of plain arrays and give it to evaluate with the "
+        "Parameters, or compute with the arrays: parameter.data, stateful.arrays(params)"
+    )
 
-    depth = 0
 
-    def __enter__(self) -> None:
-        HookContext.depth += 1
+for _operator in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    setattr(Parameter, f"__{_operator}__", _takes_no_part)
+    setattr(Parameter, f"__r{_operator}__", _takes_no_part)
+Parameter.__neg__ = Parameter.__getitem__ = Parameter.__float__ = _takes_no_part  # pyright: ignore[reportAttributeAccessIssue]
 
-    def __exit__(self, *_: object) -> None:
-        HookContext.depth -= 1
+# Whether a loss function is being traced, and whether hooks run that see `.grad` after it was added to.
+TRACING: ContextVar[bool] = ContextVar("tracing", default=False)
+IN_HOOK: ContextVar[bool] = ContextVar("in_hook", default=False)
+
+
+@contextmanager
+def during(flag: ContextVar[bool]) -> Any:
+    """Set a flag for a `with` block."""
+    token = flag.set(True)
+    try:
+        yield
+    finally:
+        flag.reset(token)
 
 
 def _own(value: Any) -> jax.Array:
-    """`value` as a JAX array; NumPy's is copied, because its owner may write into it."""
-    return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
+    """`value` as a JAX array; what is none is copied, because its owner may write into it."""
+    return trees.strongly_typed(_concrete(value) if isinstance(value, jax.Array) else jnp.array(value))
+
+
+def _concrete(array: jax.Array) -> jax.Array:
+    if isinstance(array, Tracer):
+        raise RuntimeError(
+            "a Parameter cannot keep an array of a function that is being traced: leave backward, step, clipping and "
+            "assignments out of jax.jit, jax.grad and the loops of jax.lax, where they would be done once, at the first call. "
+            "The step that can be jitted is fg.train_step"
+        )
+    return array
 
 
 def parameters(tree: PyTree) -> PyTree:
     """`tree` with a `Parameter` for each array; an array that stands in two places is one `Parameter` (tied weights).
 
     Integers, booleans and PRNG keys become Parameters that require no gradient; leaves that are no arrays stay.
+
+    Raises:
+      TypeError: there is no array, or one of another library.
 
     Example:
       >>> import jax.numpy as jnp
@@ -209,6 +270,13 @@ def parameters(tree: PyTree) -> PyTree:
       `torch.nn.Module.parameters
       <https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.parameters>`_
     """
+    trees.check_known_arrays(tree, "tree")
+    leaves = jax.tree.leaves(tree)
+    if leaves and not any(isinstance(leaf, Parameter) or trees.is_array(leaf) for leaf in leaves):
+        raise TypeError(
+            f"there is no array in {trees.abbreviate(repr(tree))}. Give a pytree of arrays: a dict, a list, or a class that "
+            "jax.tree_util.register_dataclass knows"
+        )
     made: dict[int, Parameter] = {}
 
     def make(leaf: Any) -> Any:
@@ -221,10 +289,51 @@ def parameters(tree: PyTree) -> PyTree:
     return jax.tree.map(make, tree)
 
 
+def arrays(tree: PyTree) -> PyTree:
+    """`tree` with the array of each Parameter in its place: to predict with, or to save.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from funcgrad import stateful
+      >>> params = stateful.parameters({"w": jnp.ones(2)})
+      >>> print(jnp.sum(stateful.arrays(params)["w"]))
+      2.0
+    """
+    return jax.tree.map(lambda leaf: leaf.data if isinstance(leaf, Parameter) else leaf, tree)
+
+
 def unique_parameters(*trees_of_parameters: PyTree) -> list[Parameter]:
-    """The Parameters in some pytrees, each once, in the order of their first places."""
-    leaves = jax.tree.leaves([list(each) if isinstance(each, Iterator) else each for each in trees_of_parameters])
-    return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Parameter)))
+    """The Parameters in some pytrees, iterators or views of a dict, each once, in the order of their first places."""
+    return list(dict.fromkeys(leaf for leaf in all_leaves(trees_of_parameters) if isinstance(leaf, Parameter)))
+
+
+def all_leaves(tree: PyTree) -> Iterable[Any]:
+    """The leaves of a pytree, and of what can be iterated over in it, like generators and `dict.values()`."""
+    for leaf in jax.tree.leaves(tree, is_leaf=_is_view):
+        if _is_view(leaf):
+            yield from all_leaves(list(leaf))
+        else:
+            yield leaf
+
+
+def _is_view(node: Any) -> bool:
+    return isinstance(node, Iterator | MappingView | Set)
+
+
+def some_parameters(params: PyTree) -> list[Parameter]:
+    """The Parameters in `params`.
+
+    Raises:
+      TypeError: there is none, but something else.
+    """
+    leaves = list(all_leaves(params))
+    found = unique_parameters(leaves)
+    if leaves and not found:
+        raise TypeError(
+            f"expected Parameters; got {trees.abbreviate([trees.describe(leaf) for leaf in leaves])}. Make them with "
+            "stateful.parameters(tree), and pass that tree"
+        )
+    return found
 
 
 def zero_grad(params: PyTree, set_to_none: bool = True) -> None:
@@ -249,5 +358,5 @@ def zero_grad(params: PyTree, set_to_none: bool = True) -> None:
       `torch.nn.Module.zero_grad
       <https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.zero_grad>`_
     """
-    for parameter in unique_parameters(params):
+    for parameter in some_parameters(params):
         parameter.zero_grad(set_to_none)

@@ -13,6 +13,8 @@ from funcgrad import trees
 
 # The inputs that a value depends on, as the bits of an integer.
 _Inputs = int
+# The rounds of a loop that are looked at one by one.
+_FOLLOWED = 16
 
 
 def reached_inputs(closed: jax.extend.core.ClosedJaxpr, output: int = 0) -> list[bool]:
@@ -66,7 +68,7 @@ def _results(equation: Any, jaxpr: Any, operands: list[_Inputs]) -> list[_Inputs
         return [0] * len(equation.outvars)
     if name == "scan":
         constants = params["num_consts"]
-        return _loop(params["jaxpr"].jaxpr, operands, constants, constants + params["num_carry"])
+        return _loop(params["jaxpr"].jaxpr, operands, constants, constants + params["num_carry"], params["length"])
     if name == "while":
         skipped, constants = params["cond_nconsts"], params["body_nconsts"]
         return _loop(params["body_jaxpr"].jaxpr, operands[skipped:], constants, len(operands) - skipped)
@@ -81,14 +83,24 @@ def _results(equation: Any, jaxpr: Any, operands: list[_Inputs]) -> list[_Inputs
     return [_any(operands)] * len(equation.outvars) if inner is None else _outputs(inner, operands)
 
 
-def _loop(body: Any, operands: list[_Inputs], start: int, stop: int) -> list[_Inputs]:
-    """The results of a loop, whose operands from `start` to `stop` are carried from one round to the next."""
-    operands = list(operands)
+def _loop(body: Any, operands: list[_Inputs], start: int, stop: int, length: int | None = None) -> list[_Inputs]:
+    """The results of a loop, whose operands from `start` to `stop` are carried from one round to the next.
+
+    A short loop of known length is followed round by round: what it carries may come too late to matter.
+    """
+    operands, num_carried = list(operands), stop - start
+    if length is not None and length <= _FOLLOWED:
+        stacked = [0] * (len(body.outvars) - num_carried)
+        for _ in range(length):
+            results = _outputs(body, operands)
+            operands[start:stop] = results[:num_carried]
+            stacked = list(map(operator.or_, stacked, results[num_carried:]))
+        return operands[start:stop] + stacked
     while True:
         results = _outputs(body, operands)
         carried = [old | new for old, new in zip(operands[start:stop], results, strict=False)]
         if carried == operands[start:stop]:
-            return carried + results[stop - start :]
+            return carried + results[num_carried:]
         operands[start:stop] = carried
 
 

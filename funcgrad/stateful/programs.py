@@ -12,9 +12,12 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 
 from funcgrad import trees
 from funcgrad.loss import WeightedLoss, read_loss
+from funcgrad.stateful.failure import calls_back
+from funcgrad.stateful.parameter import TRACING, during
 from funcgrad.stateful.presence import reached_inputs
 from funcgrad.trees import PyTree
 
@@ -45,13 +48,11 @@ class Traced:
       run: `(values, arrays) -> [loss, *aux leaves]`.
       aux_treedef: the structure of aux.
       reached: for each parameter, whether the gradient of the loss reaches it.
-      has_effects: whether it calls back into Python, and so may fail while it runs.
     """
 
     run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     aux_treedef: Any
     reached: list[bool]
-    has_effects: bool
 
     def __call__(self, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, PyTree]:
         """`(loss, aux)`."""
@@ -64,6 +65,7 @@ class Programs:
 
     def __init__(self) -> None:
         self._traced: dict[Any, Traced] = {}
+        self._calls_back: dict[Any, bool] = {}
         self.forward = jax.jit(self._forward, static_argnums=0)
         self.backward = jax.jit(self._backward, static_argnums=(0, 1), donate_argnums=6)
 
@@ -77,6 +79,14 @@ class Programs:
         if key not in self._traced:
             self._traced[key] = _trace(loss_fn, layout, values, arrays)
         return key, self._traced[key]
+
+    def backward_calls_back(self, key: Any, wanted: tuple[int, ...], values: Any, arrays: Any) -> bool:
+        """Whether the backward program calls back into Python, and so may fail while it runs."""
+        if (key, wanted) not in self._calls_back:
+            old = [values[index] for index in wanted]
+            traced = self.backward.trace(key, wanted, values, arrays, jnp.zeros(()), np.zeros(len(wanted), bool), old)
+            self._calls_back[key, wanted] = calls_back(traced.jaxpr.jaxpr)
+        return self._calls_back[key, wanted]
 
     def _forward(self, key: Any, values: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, PyTree]:
         return self._traced[key](values, arrays)
@@ -104,35 +114,22 @@ def _trace(loss_fn: Callable[..., Any], layout: Layout, values: list[jax.Array],
         loss, aux = read_loss(output, has_aux=isinstance(output, tuple))
         return jnp.asarray(loss.mean() if isinstance(loss, WeightedLoss) else loss), aux
 
-    closed, (_, aux) = jax.make_jaxpr(evaluate, return_shape=True)(values, arrays)
+    with during(TRACING):
+        closed, (_, aux) = jax.make_jaxpr(evaluate, return_shape=True)(values, arrays)
     run = jax.extend.core.jaxpr_as_fun(closed)
     reached = reached_inputs(closed)[: len(values)]
-    has_effects = _calls_back(closed.jaxpr)
-    return Traced(lambda values, arrays: run(*values, *arrays), jax.tree.structure(aux), reached, has_effects)
-
-
-def _calls_back(jaxpr: Any) -> bool:
-    """Whether there is a callback in `jaxpr`; a pure one has no effect that JAX would list."""
-    return bool(jaxpr.effects) or any(
-        "callback" in equation.primitive.name
-        or any(
-            _calls_back(inner)
-            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda node: hasattr(node, "eqns"))
-            if hasattr(inner := getattr(value, "jaxpr", value), "eqns")
-        )
-        for equation in jaxpr.eqns
-    )
+    return Traced(lambda values, arrays: run(*values, *arrays), jax.tree.structure(aux), reached)
 
 
 # By the identity of the function, or of the object whose method it is, and as long as that lives.
 _programs: dict[int, dict[Any, Programs]] = {}
-# How many functions there were with the same code.
-_same_code: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()
-_SAME_CODE_LIMIT = 5
+# How many functions with the same code there were and are no more: a function in a loop is made anew in each round.
+_gone: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()
+_GONE_LIMIT = 4
 
 
 def programs_of(loss_fn: Callable[..., Any]) -> Programs:
-    """The programs of a loss function, kept as long as the function is.
+    """The programs of a loss function, kept as long as the function is, or longer where they refer to it by a callback.
 
     Raises:
       TypeError: it cannot be called, or not be kept.
@@ -143,7 +140,7 @@ def programs_of(loss_fn: Callable[..., Any]) -> Programs:
     owner, name = (loss_fn.__self__, loss_fn.__func__) if isinstance(loss_fn, types.MethodType) else (loss_fn, None)
     if id(owner) not in _programs:
         try:
-            weakref.finalize(owner, _programs.pop, id(owner), None).atexit = False
+            weakref.finalize(owner, _forget, id(owner), _code_of(loss_fn)).atexit = False
         except TypeError:
             raise TypeError(
                 f"loss_fn must be a function or a method of an object that can be referred to weakly; got {loss_fn!r}. "
@@ -153,20 +150,26 @@ def programs_of(loss_fn: Callable[..., Any]) -> Programs:
     kept = _programs[id(owner)]
     if name not in kept:
         kept[name] = Programs()
-        _warn_of_copies(loss_fn)
+        _warn_of_copies(_code_of(loss_fn))
     return kept[name]
 
 
-def _warn_of_copies(loss_fn: Any) -> None:
+def _forget(owner_id: int, code: types.CodeType | None) -> None:
+    _programs.pop(owner_id, None)
+    if code is not None:
+        _gone[code] = _gone.get(code, 0) + 1
+
+
+def _code_of(loss_fn: Any) -> types.CodeType | None:
     function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return
-    _same_code[code] = _same_code.get(code, 0) + 1
-    if _same_code[code] == _SAME_CODE_LIMIT:
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
+def _warn_of_copies(code: types.CodeType | None) -> None:
+    if code is not None and _gone.get(code) == _GONE_LIMIT:
         warnings.warn(
             f"{code.co_name} ({code.co_filename}, line {code.co_firstlineno}) was defined and traced anew "
-            f"{_SAME_CODE_LIMIT} times, which is slow. Define the loss function once, outside of the loop, and pass it what "
+            f"{_GONE_LIMIT + 1} times, which is slow. Define the loss function once, outside of the loop, and pass it what "
             "changes as an argument",
             UserWarning,
             stacklevel=5,  # who called evaluate or grad

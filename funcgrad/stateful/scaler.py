@@ -47,8 +47,8 @@ class GradScaler:
 
     def __init__(
         self,
-        init_scale: float = 2.0**16,
         *,
+        init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from funcgrad import stateful
 
@@ -161,6 +162,28 @@ def test_a_function_that_is_defined_anew_at_each_call():
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        double = lambda weight: 2 * weight
-        for _ in range(8):
-            stateful.evaluate(double, weight)
+        functions = [lambda weight: 2 * weight for _ in range(8)]  # many that live are no fault
+        for each in [*functions, functions[0]]:
+            stateful.evaluate(each, weight)
+
+
+def test_parameters_from_a_generator():
+    pair = [stateful.Parameter(jnp.array(2.0)), stateful.Parameter(jnp.array(3.0))]
+    stateful.evaluate(lambda pair: pair[0] * pair[1], (each for each in pair)).backward()
+    assert [each.grad for each in pair] == [3.0, 2.0]
+
+
+def test_a_parameter_that_is_no_argument():
+    weight, other = stateful.Parameter(jnp.ones(())), stateful.Parameter(jnp.ones(()))
+    for read in (lambda: other.data, other.detach, lambda: np.asarray(other)):
+        with pytest.raises(
+            RuntimeError, match=r"reads a Parameter that is no argument of it, .* Pass the Parameter to evaluate"
+        ):
+            stateful.evaluate(lambda weight, read: weight * read(), weight, read)
+    assert other.data == 1.0
+
+
+def test_tensors_of_another_library():
+    weight, double = stateful.Parameter(jnp.ones(())), lambda weight, x: weight * x
+    with pytest.raises(TypeError, match=r"an argument of <lambda> is a torch.Tensor, which is no array to JAX. .*numpy\(\)"):
+        stateful.evaluate(double, weight, torch.ones(()))

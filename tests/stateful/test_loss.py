@@ -7,6 +7,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 
@@ -129,6 +130,12 @@ class TestArithmetic:
         loss = stateful.evaluate(jnp.square, p)
         assert (float(loss), f"{loss:.2f}", f"{loss}", repr(loss / 2)) == (4.0, "4.00", "Loss(4.0)", "Loss(2.0)")
         assert loss.detach() == 4.0
+        other = stateful.evaluate(jnp.square, stateful.Parameter(jnp.array(3.0)))
+        assert loss == 4.0 < other
+        assert min(3.0, loss) == 3.0
+        assert max(loss, other) is other
+        comparisons = loss <= 4.0, loss > other, loss >= other, loss == other, bool(loss), bool(0 * loss), loss in {loss}
+        assert comparisons == (True, False, False, False, True, False, True)
         assert (jnp.array(0.5) * loss * np.float32(2)).item() == (np.float64(1) * loss).item() == 4.0
 
     @pytest.mark.parametrize("other", ["2", None, 1j, np.ones(2)])
@@ -137,8 +144,36 @@ class TestArithmetic:
         for operation in (operator.add, operator.sub, operator.mul, operator.truediv):
             with pytest.raises(TypeError, match=r"Loss|unary"):
                 operation(loss, other)
-        with pytest.raises(TypeError, match="Loss"):
-            loss * loss
+
+    def test_losses_are_no_numbers_in_products(self):
+        loss = stateful.evaluate(jnp.square, stateful.Parameter(jnp.array(2.0)))
+        for operation in (lambda: loss * loss, lambda: loss / loss, lambda: loss**2, lambda: 1 / loss):
+            with pytest.raises(TypeError, match=r"losses can be added, and multiplied with numbers. .* take the value of one"):
+                operation()
+
+
+class TestTraced:
+    """In jit, the first call would be recorded and the others do nothing; the arrays of the trace must not stay."""
+
+    def test_the_implicit_face_stands_outside_of_jit(self):
+        p = stateful.Parameter(jnp.array(2.0))
+        optimizer = stateful.Optimizer(optax.sgd(0.1), p)
+        stateful.evaluate(jnp.square, p).backward()
+
+        def assign(x):
+            p.grad = x
+
+        for use in (
+            lambda x: stateful.evaluate(jnp.multiply, p, x).backward(),
+            lambda x: optimizer.step(),
+            lambda x: stateful.clip_grad_norm_(p, x),
+            lambda x: stateful.clip_grad_value_(p, 1.0),
+            lambda x: p.zero_grad(set_to_none=False),
+            assign,
+        ):
+            with pytest.raises(RuntimeError, match=r"being traced: leave backward, .* fg.train_step"):
+                jax.jit(use)(jnp.array(1.0))
+            assert (p.data, p.grad) == (2.0, 4.0)
 
 
 class TestFailure:
@@ -161,6 +196,37 @@ class TestFailure:
             stateful.evaluate(loss_fn, p, -1.0).backward()
         stateful.evaluate(loss_fn, p, 2.0).backward()
         assert p.grad == 12.0
+
+    def test_a_callback_in_a_rule_of_differentiation(self):
+        @jax.custom_vjp
+        def square(p, x):
+            return p**2
+
+        square.defvjp(
+            lambda p, x: (p**2, (p, x)), lambda saved, cotangent: (self._checked_square(1.0, saved[1]) * cotangent, None)
+        )
+        p = stateful.Parameter(jnp.array(2.0))
+        stateful.evaluate(square, p, 1.0).backward()
+        with pytest.raises(Exception, match="the callback got a negative number"):
+            stateful.evaluate(square, p, -1.0).backward()
+        assert p.grad == 1.0
+
+    def test_a_constant_term_that_fails(self):
+        p = stateful.Parameter(jnp.array(2.0))
+        loss = stateful.evaluate(jnp.square, p) + stateful.evaluate(self._checked_square, 1.0, -1.0)
+        for _ in range(2):
+            with pytest.raises(Exception, match="the callback got a negative number"):
+                loss.backward()
+        assert p.grad is None
+
+    def test_a_sum_that_is_not_finite(self):
+        params = [stateful.Parameter(jnp.array(1.0)) for _ in range(2)]
+        params[0].grad, params[1].grad = jnp.array(1.0), jnp.array(jnp.inf)
+        params[0].register_hook(lambda grad: None)
+        loss = stateful.evaluate(lambda pair, x: pair[0] + pair[1] * x, params, -jnp.inf)
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="invalid value"):
+            loss.backward()
+        assert [parameter.grad for parameter in params] == [1.0, jnp.inf]
 
     def test_debug_nans_leaves_the_gradients(self):
         p = stateful.Parameter(jnp.array(2.0))

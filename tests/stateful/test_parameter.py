@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 
 from funcgrad import stateful
 
@@ -69,3 +70,66 @@ def test_copies_have_neither_gradient_nor_hooks():
     one, other = copy.deepcopy([weight, weight])
     assert one is other
     assert weight.grad.tolist() == [1, 1]
+
+
+def test_what_a_parameter_tells():
+    weight = stateful.Parameter(jnp.ones((2, 3), jnp.float16))
+    assert (weight.shape, weight.dtype, weight.size) == ((2, 3), jnp.float16, 6)
+    assert np.asarray(weight, np.float32).tolist() == [[1] * 3] * 2
+    tree = {"w": weight, "name": "net", "n": 3}
+    arrays = stateful.arrays(tree)
+    assert arrays["w"].shape == (2, 3)
+    assert (arrays["name"], arrays["n"]) == ("net", 3)
+
+
+@pytest.mark.parametrize("operation", [lambda p: p * 2, lambda p: 2 - p, lambda p: p @ p, lambda p: -p, lambda p: p[0], float])
+def test_a_parameter_is_no_array(operation):
+    with pytest.raises(TypeError, match=r"takes part in no computation by itself. .*stateful.arrays\(params\)"):
+        operation(stateful.Parameter(jnp.ones(2)))
+
+
+def test_trees_without_arrays():
+    class Model:
+        w = jnp.ones(2)
+
+    with pytest.raises(TypeError, match=r"there is no array in .*Model.* jax.tree_util.register_dataclass"):
+        stateful.parameters(Model())
+    with pytest.raises(TypeError, match=r"tree\['w'\] is a torch.Tensor, .* tensor.detach\(\).numpy\(\)"):
+        stateful.parameters({"w": torch.ones(2)})
+    assert stateful.parameters({}) == {}
+    assert stateful.Parameter(torch.ones(2)).data.tolist() == [1, 1]
+
+
+VIEWS = [lambda tree: tree.values(), lambda tree: (p for p in tree.values()), lambda tree: [set(tree.values())]]
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=["values", "generator", "set"])
+def test_parameters_in_what_can_be_iterated_over(view):
+    params = stateful.parameters({"a": jnp.array(3.0), "b": jnp.array(4.0)})
+    optimizer = stateful.Optimizer(optax.sgd(0.1), view(params))
+    for parameter in params.values():
+        parameter.grad = parameter.data
+    assert stateful.clip_grad_norm_(view(params), 1.0) == 5.0
+    stateful.clip_grad_value_(view(params), 0.1)
+    assert all(parameter.grad == jnp.float32(0.1) for parameter in params.values())
+    assert len(optimizer.parameters) == 2
+    stateful.zero_grad(view(params))
+    assert all(parameter.grad is None for parameter in params.values())
+
+
+def test_trees_without_parameters():
+    arrays = {"w": jnp.ones(2)}
+    for use in (
+        lambda: stateful.zero_grad(arrays),
+        lambda: stateful.clip_grad_norm_(arrays, 1.0),
+        lambda: stateful.clip_grad_value_(arrays, 1.0),
+        lambda: stateful.Optimizer(optax.sgd(0.1), arrays),
+    ):
+        with pytest.raises(TypeError, match=r"expected Parameters; got float32\[2\]. Make them with stateful.parameters"):
+            use()
+
+
+def test_a_number_makes_a_parameter_of_a_fixed_dtype():
+    weight = stateful.Parameter(3.0)
+    assert not weight.data.weak_type
+    assert stateful.Parameter(jnp.asarray(3.0)).data.weak_type is False

@@ -106,6 +106,20 @@ def test_references():
     assert reached_inputs(jax.make_jaxpr(by_reference)(ONES, ONES, ONES)) == [True, True, False]
 
 
+def test_loops_of_known_length():
+    def shift(x, y, z, length):
+        body = lambda carry, _: ((carry[0] * y, carry[2], z), carry[1])
+        (product, late, _), _ = lax.scan(body, (x, ONES, ONES), None, length=length)
+        return jnp.sum(product + late)
+
+    for length, reached in ((0, [True, False, False]), (1, [True, True, False]), (2, [True] * 3), (100, [True] * 3)):
+        assert (
+            reached_inputs(jax.make_jaxpr(lambda x, y, z, length=length: shift(x, y, z, length))(ONES, ONES, ONES)) == reached
+        )
+    swap = lambda x, y: lax.fori_loop(0, 2, lambda _, pair: pair[::-1], (x, y))[0].sum()
+    assert reached_inputs(jax.make_jaxpr(swap)(ONES, ONES)) == [True, False]
+
+
 def test_many_parameters():
     def loss_fn(weights):
         hidden = ONES
