@@ -12,6 +12,7 @@ TOLERANCE = 1e-5
 
 def assert_same(*faces):
     """Each face is a list of gradients and parameters: None in the same places, else equal."""
+    assert len(faces) > 1
     first = [_array(entry) for entry in faces[0]]
     for face in faces[1:]:
         entries = [_array(entry) for entry in face]

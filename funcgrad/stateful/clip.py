@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from funcgrad import trees
-from funcgrad.stateful.parameter import some_parameters
+from funcgrad.stateful.parameter import some_parameters, with_gradients
 from funcgrad.trees import PyTree
 
 
@@ -42,7 +42,7 @@ def clip_grad_norm_(params: PyTree, max_norm: float, norm_type: float = 2.0, err
       `torch.nn.utils.clip_grad_norm_
       <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html>`_
     """
-    parameters = [parameter for parameter in some_parameters(params) if parameter._grad is not None]
+    parameters = with_gradients(some_parameters(params))
     if not parameters:
         return jnp.zeros(())
     clipped, norm = _scaled_to_norm([parameter._grad for parameter in parameters], max_norm, float(norm_type))
@@ -78,7 +78,7 @@ def clip_grad_value_(params: PyTree, clip_value: float) -> None:
       `torch.nn.utils.clip_grad_value_
       <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html>`_
     """
-    parameters = [parameter for parameter in some_parameters(params) if parameter._grad is not None]
+    parameters = with_gradients(some_parameters(params))
     clipped = [jnp.clip(parameter._grad, -float(clip_value), float(clip_value)) for parameter in parameters]
     for parameter, grad in zip(parameters, clipped, strict=True):
         parameter.set_grad(grad)

@@ -16,8 +16,9 @@ class Loss:
     """The value of a loss, and the way to its gradients: what PyTorch's `loss` tensor with its graph is.
 
     Made by `evaluate`. Nothing has been computed when it is made, and nothing waits for the device but `item`, `float`,
-    comparing and printing. Losses can be added, and multiplied with numbers: `loss / 4`, `real + fake`. Such a combination
-    shares the graphs of its terms, and is what `fg.backward` of the combined function would be.
+    comparing, printing, and factors that are arrays. Losses can be added, and multiplied with numbers: `loss / 4`,
+    `real + fake`. Such a combination shares the graphs of its terms, and is what `fg.backward` of the combined function
+    would be.
     """
 
     __array_ufunc__ = None  # NumPy's arrays and numbers leave arithmetic to this class
@@ -117,10 +118,10 @@ class Loss:
         return self * -1.0
 
     def __sub__(self, other: Any) -> "Loss":
-        return self + (-other)
+        return self + -other if isinstance(other, Loss) or _number(other) is not None else NotImplemented
 
     def __rsub__(self, other: Any) -> "Loss":
-        return -self + other
+        return -self + other if _number(other) is not None else NotImplemented
 
     def backward(self, retain_graph: bool = False, inputs: PyTree = None) -> None:
         """Add the gradients to the `.grad` of the parameters that the loss depends on.
@@ -136,7 +137,7 @@ class Loss:
         Raises:
           RuntimeError: a second backward without `retain_graph`, or there is nothing to compute gradients for, or a hook's
             gradient does not fit.
-          TypeError: something in `inputs` is no Parameter.
+          TypeError: something in `inputs` is no Parameter, or a hook's answer no array.
 
         The gradients are those at the parameters that the loss was evaluated at, whatever an optimizer did to them since;
         PyTorch refuses that where its graph needs what was overwritten.
@@ -178,26 +179,27 @@ def gradients(terms: Mapping[Graph, float], chosen: set[Parameter] | None) -> di
 def _accumulate(terms: Mapping[Graph, float], chosen: set[Parameter] | None) -> None:
     parameters = list(dict.fromkeys(parameter for graph in terms for parameter in graph.wanted(chosen)))
     before = [parameter._grad for parameter in parameters]
-    if len(terms) > 1 or any(parameter._hooks for parameter in parameters):
-        found = gradients(terms, chosen)
-        sums = [grad if each._grad is None else each._grad + grad for each, grad in found.items()]
-        for parameter, total in zip(found, sums, strict=True):
-            parameter.grad = total  # a hook may hold what it saw or gave, so this array is not ours alone
-    elif parameters:
-        ((graph, scale),) = terms.items()
-        # What may still raise has the gradients put back.
-        keep = graph.may_fail(parameters) or any(parameter._post_hooks for parameter in parameters)
-        old = [parameter.memory_for_sum(keep=keep) for parameter in parameters]
-        for parameter, grad in zip(parameters, graph.backward(parameters, scale, old), strict=True):
-            parameter.set_grad(grad)
     try:
+        if len(terms) > 1 or any(parameter._hooks for parameter in parameters):
+            found = gradients(terms, chosen)
+            sums = [grad if each._grad is None else each._grad + grad for each, grad in found.items()]
+            for parameter, total in zip(found, sums, strict=True):
+                parameter.grad = total  # a hook may hold what it saw or gave, so this array is not ours alone
+        elif parameters:
+            ((graph, scale),) = terms.items()
+            # What may still raise has the gradients put back.
+            keep = graph.may_fail(parameters) or any(parameter._post_hooks for parameter in parameters)
+            old = [parameter.grad_to_donate(keep=keep) for parameter in parameters]
+            for parameter, grad in zip(parameters, graph.backward(parameters, scale, old), strict=True):
+                parameter.set_grad(grad)
         with during(IN_HOOK):
             for parameter in parameters:
                 for hook in list(parameter._post_hooks.values()):
                     hook(parameter)
     except BaseException:
         for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
+            if grad is None or not grad.is_deleted():
+                parameter.grad = grad
         raise
 
 

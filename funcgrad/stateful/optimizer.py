@@ -220,7 +220,7 @@ class _Group:
         grads = [self.parameters[index]._grad for index in active]
         states = [self.states[index] for index in active]
         keep = self._may_fail(tuple(active), grads, states)  # the arrays, until it is known that the step has not failed
-        values = [self.parameters[index].data_to_give_away(keep=keep) for index in active]
+        values = [self.parameters[index].data_to_donate(keep=keep) for index in active]
         values, states = self._update(values, grads, jax.tree.map(jnp.copy, states) if keep else states)
         if keep:
             jax.block_until_ready((values, states))

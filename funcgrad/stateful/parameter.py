@@ -85,6 +85,7 @@ class Parameter:
     @data.setter
     def data(self, value: Any) -> None:
         self._data, self._data_is_lent = self._fitting(value, "data"), True
+        self._spare = None  # it may be on another device
 
     @property
     def grad(self) -> jax.Array | None:
@@ -132,7 +133,7 @@ class Parameter:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`: to None, or to zeros where there is one. The pure expression: `buffer = fg.zero_grad(buffer)`.
 
-        The memory of a gradient that nobody else holds is kept for the next one, also after None.
+        After None, the memory of a gradient that nobody else holds is kept for the next one.
         """
         if self._grad is None:
             return
@@ -161,7 +162,7 @@ class Parameter:
         """Take over an array that nobody else holds."""
         self._data, self._data_is_lent = _concrete(data), False
 
-    def data_to_give_away(self, *, keep: bool = False) -> jax.Array:
+    def data_to_donate(self, *, keep: bool = False) -> jax.Array:
         """The array, or a copy of it if somebody else may still need the one that is there.
 
         Args:
@@ -169,7 +170,7 @@ class Parameter:
         """
         return jnp.copy(self._data) if keep or self._data_is_lent or self._holders else self._data
 
-    def memory_for_sum(self, *, keep: bool = False) -> tuple[bool, jax.Array]:
+    def grad_to_donate(self, *, keep: bool = False) -> tuple[bool, jax.Array]:
         """`(is_first, array)`: whether there is no gradient yet, and an array to give away, with the sum so far if there is.
 
         Args:
@@ -318,6 +319,11 @@ def all_leaves(tree: PyTree) -> Iterable[Any]:
 
 def _is_view(node: Any) -> bool:
     return isinstance(node, Iterator | MappingView | Set)
+
+
+def with_gradients(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Those of the Parameters that have a gradient."""
+    return [parameter for parameter in parameters if parameter._grad is not None]
 
 
 def some_parameters(params: PyTree) -> list[Parameter]:

@@ -21,8 +21,8 @@ def reached_inputs(closed: jax.extend.core.ClosedJaxpr, output: int = 0) -> list
     """For each input of a traced function, whether the gradient of one of its outputs reaches it.
 
     PyTorch leaves `.grad` None where the graph has no path to a leaf, and writes zeros where it has one, though every
-    derivative on it is zero. `jax.grad` gives zeros in both cases. Here the paths are followed, in one pass over the
-    computation and through `jit`, `scan`, `while_loop`, `cond` and `checkpoint`: a floating or complex result depends on what
+    derivative on it is zero. `jax.grad` gives zeros in both cases. Here the paths are followed, over the computation as it
+    was traced and through `jit`, `scan`, `while_loop`, `cond` and `checkpoint`: a floating or complex result depends on what
     its operands depend on, whatever the derivative, as `0 * x` and `round(x)` do on `x`. A path ends at `stop_gradient`, and
     at integers and booleans. A `custom_jvp` function depends on what its rule uses the tangents of, a `custom_vjp` function on
     all its arguments.
@@ -56,9 +56,7 @@ def _outputs(jaxpr: Any, inputs: Sequence[_Inputs]) -> list[_Inputs]:
         operands = [read(variable) for variable in equation.invars]
         results = _results(equation, jaxpr, operands)
         known.update(zip(equation.outvars, map(_if_differentiable, equation.outvars, results), strict=True))
-        for variable in equation.invars:
-            if hasattr(variable.aval, "inner_aval"):  # a reference: something may have been written into it
-                known[variable] = _any(operands)
+        known.update((variable, _any(operands)) for variable in equation.invars if _is_reference(variable))
     return [read(variable) for variable in jaxpr.outvars]
 
 
@@ -66,6 +64,8 @@ def _results(equation: Any, jaxpr: Any, operands: list[_Inputs]) -> list[_Inputs
     name, params = equation.primitive.name, equation.params
     if name == "stop_gradient" or not any(operands):
         return [0] * len(equation.outvars)
+    if any(map(_is_reference, equation.invars)):  # what is written into it may be read in a later round of a loop
+        return [_any(operands)] * len(equation.outvars)
     if name == "scan":
         constants = params["num_consts"]
         return _loop(params["jaxpr"].jaxpr, operands, constants, constants + params["num_carry"], params["length"])
@@ -138,6 +138,10 @@ def _if_differentiable(variable: Any, inputs: _Inputs) -> _Inputs:
     """`inputs`, or nothing for a variable that cannot be differentiated."""
     dtype = getattr(variable.aval, "dtype", None)
     return inputs if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else 0
+
+
+def _is_reference(variable: Any) -> bool:
+    return hasattr(variable.aval, "inner_aval")
 
 
 def _any(inputs: Sequence[_Inputs]) -> _Inputs:

@@ -21,6 +21,16 @@ from funcgrad.stateful.parameter import TRACING, during
 from funcgrad.stateful.presence import reached_inputs
 from funcgrad.trees import PyTree
 
+# JAX's options on which it depends what a function is traced to.
+_TRACE_OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -73,9 +83,8 @@ class Programs:
         self, loss_fn: Callable[..., Any], layout: Layout, values: list[jax.Array], arrays: list[Any]
     ) -> tuple[Any, Traced]:
         """`(key, traced)`, with `key` a hashable name for it."""
-        leaves = [jax.typeof(leaf) for leaf in (*values, *arrays)]
-        config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-        key = layout, config, tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
+        config = tuple(getattr(jax.config, name) for name in _TRACE_OPTIONS)
+        key = layout, config, tuple(jax.typeof(leaf) for leaf in (*values, *arrays))
         if key not in self._traced:
             self._traced[key] = _trace(loss_fn, layout, values, arrays)
         return key, self._traced[key]

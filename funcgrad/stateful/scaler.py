@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from funcgrad import accumulator, trees
 from funcgrad.stateful.loss import Loss
 from funcgrad.stateful.optimizer import Optimizer
+from funcgrad.stateful.parameter import with_gradients
 
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 _READY, _UNSCALED, _STEPPED = "ready", "unscaled", "stepped"
@@ -62,8 +63,8 @@ class GradScaler:
         self._scale, self._growth_tracker = float(init_scale), 0
         self._growth_factor, self._backoff_factor, self._growth_interval = growth_factor, backoff_factor, growth_interval
         self._has_scaled = False
-        self._stages: dict[int, str] = {}
-        self._all_finite: dict[int, Any] = {}
+        self._stages: dict[Optimizer, str] = {}
+        self._all_finite: dict[Optimizer, Any] = {}
 
     def scale(self, outputs: Any) -> Any:
         """A loss, an array, or a list or tuple of them, times the scale.
@@ -91,12 +92,12 @@ class GradScaler:
         if not self._enabled:
             return
         self._check_scaled("unscale_")
-        stage = self._stages.get(id(optimizer), _READY)
+        stage = self._stages.get(optimizer, _READY)
         if stage == _UNSCALED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
         if stage == _STEPPED:
             raise RuntimeError("unscale_() is being called after step()")
-        holders = [parameter for parameter in optimizer.parameters if parameter._grad is not None]
+        holders = with_gradients(optimizer.parameters)
         if any(parameter._data.dtype == jnp.float16 for parameter in holders):
             raise ValueError("cannot unscale float16 gradients: keep the parameters in float32 and compute in float16")
         for parameter in holders:
@@ -104,8 +105,8 @@ class GradScaler:
             wide = parameter._grad.astype(trees.at_least_float32(parameter._grad.dtype))
             parameter.set_grad((wide * (1.0 / self._scale)).astype(parameter._grad.dtype))
         if holders:
-            self._all_finite[id(optimizer)] = accumulator.all_finite([parameter._grad for parameter in holders])
-        self._stages[id(optimizer)] = _UNSCALED
+            self._all_finite[optimizer] = accumulator.all_finite([parameter._grad for parameter in holders])
+        self._stages[optimizer] = _UNSCALED
 
     def step(self, optimizer: Optimizer) -> Any:
         """Unscale, if that was not done, and step, if all gradients are finite. Waits for the device.
@@ -117,15 +118,15 @@ class GradScaler:
         if not self._enabled:
             return optimizer.step()
         self._check_scaled("step")
-        stage = self._stages.get(id(optimizer), _READY)
+        stage = self._stages.get(optimizer, _READY)
         if stage == _STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
         if stage == _READY:
             self.unscale_(optimizer)
-        if id(optimizer) not in self._all_finite:
+        if optimizer not in self._all_finite:
             raise AssertionError("no gradient of this optimizer was checked: call backward() on the scaled loss before step()")
-        answer = optimizer.step() if bool(self._all_finite[id(optimizer)]) else None
-        self._stages[id(optimizer)] = _STEPPED
+        answer = optimizer.step() if bool(self._all_finite[optimizer]) else None
+        self._stages[optimizer] = _STEPPED
         return answer
 
     def update(self, new_scale: float | None = None) -> None:

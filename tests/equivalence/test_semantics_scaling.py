@@ -117,7 +117,6 @@ class TestGradScaler:
         np.testing.assert_allclose(seen[1], seen[0], rtol=TOLERANCE)
         if explicit_unscale:
             np.testing.assert_allclose(self._explicit(), seen[0], rtol=TOLERANCE)
-        if explicit_unscale:
             assert seen[1][:4] == [16.0, 2.0, pytest.approx(0.8), 8.0]
             assert seen[1][7] == 16.0  # grown after two clean windows
             assert seen[1][11] == 8.0  # and halved after an infinity
@@ -181,5 +180,20 @@ class TestGradScaler:
         assert ours.state_dict() == state
         ours.load_state_dict({**state, "scale": 2.0, "_growth_tracker": 1})
         assert ours.state_dict() == {**state, "scale": 2.0, "_growth_tracker": 1}
+        ours.scale(jnp.ones(()))
+        assert ours.scale([jnp.ones(()), (jnp.full((), 2.0),)]) == [2.0, (4.0,)]
+        for options, text in (({"growth_factor": 1.0}, "growth_factor must be above 1"), ({"backoff_factor": 1.0}, "below 1")):
+            with pytest.raises(ValueError, match=text):
+                stateful.GradScaler(**options)
+        with pytest.raises(RuntimeError, match="the state is empty"):
+            ours.load_state_dict({})
         disabled = stateful.GradScaler(enabled=False)
         assert (disabled.scale(3.0), disabled.get_scale(), disabled.state_dict()) == (3.0, 1.0, {})
+        p = parameter(1.0)
+        p.grad = jnp.array(jnp.inf)
+        optimizer = stateful.Optimizer(optax.sgd(0.1), p)
+        disabled.unscale_(optimizer)
+        disabled.step(optimizer)
+        disabled.update()
+        disabled.load_state_dict({})
+        assert p.data == -jnp.inf

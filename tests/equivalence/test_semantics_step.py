@@ -1,5 +1,6 @@
 """Rows 3, 5 and 16: what a step does with None, with zeros, with a frozen parameter."""
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -193,6 +194,34 @@ class TestStep:
         moved = stateful.Optimizer(optax.adam(0.1), parameter([1.0, 2.0]))
         with pytest.raises(ValueError, match=r"must have shape \(2,\), as its parameter asks; got float32\[\]"):
             moved.load_state_dict(one.state_dict())
+
+    def test_groups(self):
+        w, v, u = leaf(1.0), leaf(2.0), leaf(3.0)
+        p, q, r = parameter(1.0), parameter(2.0), parameter(3.0)
+        theirs = torch.optim.SGD([{"params": [w, v]}, {"params": [u], "lr": 0.5, "momentum": 0.0}], lr=0.1, momentum=0.9)
+        groups = [([p, q], optax.sgd(0.1, momentum=0.9)), (r, optax.sgd(0.5))]
+        ours = stateful.Optimizer(groups)
+        outside, outside_p = leaf(1.0), parameter(1.0)
+        product = lambda tree: tree[0] * tree[1] * tree[2] + tree[3]
+        for step in range(4):
+            theirs.zero_grad()
+            ours.zero_grad()
+            (w * v * u + outside).backward()
+            stateful.evaluate(product, [p, q, r, outside_p]).backward()
+            if step < 2:
+                v.grad, q.grad = None, None
+            if step == 1:
+                assert ours.state_dict()["state"][1] is None
+                saved = ours.state_dict()
+                ours = stateful.Optimizer(groups)
+                ours.load_state_dict(saved)
+            theirs.step()
+            ours.step()
+            assert_same([w, v, u, outside.grad], [p.data, q.data, r.data, outside_p.grad])
+        for entry in saved["state"]:
+            assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(entry))
+        with pytest.raises(ValueError, match="the optimizer got no group"):
+            stateful.Optimizer([])
 
     def test_parameters_that_an_optimizer_refuses(self):
         w, p = leaf(1.0), parameter(1.0)

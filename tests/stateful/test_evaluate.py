@@ -78,6 +78,18 @@ def test_a_loss_that_is_no_scalar():
     assert weight.grad is None
 
 
+def test_options_of_jax_and_types_of_constants_decide_what_is_traced():
+    weight = stateful.Parameter(jnp.ones((), jnp.float32))
+    loss_fn = lambda weight: weight * jnp.zeros(()).astype(float).dtype.itemsize
+    values = [stateful.evaluate(loss_fn, weight).item()]
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        values.append(stateful.evaluate(loss_fn, weight).item())
+    assert values == [4.0, 8.0]
+    kind = lambda weight, flag: weight * (1 if type(flag) is bool else 2)
+    frozen = type("Flag", (), {"__eq__": lambda self, other: True, "__hash__": lambda self: hash(True)})()
+    assert [stateful.evaluate(kind, weight, flag).item() for flag in (True, frozen)] == [1.0, 2.0]
+
+
 def test_a_loss_that_is_no_pair():
     weight = stateful.Parameter(jnp.ones(2))
     with pytest.raises(TypeError, match="must return a loss, or a pair of loss and aux; got a tuple of 3"):

@@ -56,6 +56,19 @@ def test_arrays_that_somebody_holds_are_never_deleted():
     pending.backward()
 
 
+def test_a_loss_keeps_what_it_was_evaluated_at():
+    weight = stateful.Parameter(jnp.array(3.0))
+    optimizer = stateful.Optimizer(optax.sgd(0.1), weight)
+    stateful.evaluate(jnp.square, weight).backward()
+    optimizer.step()  # from here on the array is the Parameter's own
+    pending = stateful.evaluate(jnp.square, weight)
+    for _ in range(2):
+        optimizer.step()
+    weight.zero_grad()
+    pending.backward()
+    np.testing.assert_allclose([pending.item(), weight.grad], [2.4**2, 2 * 2.4], rtol=1e-6)
+
+
 def test_copies_have_neither_gradient_nor_hooks():
     weight = stateful.Parameter(jnp.arange(2.0))
     weight.grad = jnp.ones(2)

@@ -105,6 +105,18 @@ def test_presence(name, wrap):
 def test_references():
     assert reached_inputs(jax.make_jaxpr(by_reference)(ONES, ONES, ONES)) == [True, True, False]
 
+    def read_before_write(x):
+        reference = jax.new_ref(jnp.zeros(3))
+
+        def body(carry, _):
+            value = reference[...]
+            reference[...] = value + x
+            return carry, value
+
+        return jnp.sum(lax.scan(body, None, None, length=20)[1])
+
+    assert reached_inputs(jax.make_jaxpr(read_before_write)(ONES)) == [True]
+
 
 def test_loops_of_known_length():
     def shift(x, y, z, length):
