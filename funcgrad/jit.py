@@ -12,7 +12,7 @@ from funcgrad.state import TrainState, check_state
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class Static:
     """The leaves of the parameters that are not arrays, hashable, so that `jax.jit` compiles anew when they change."""
 
     leaves: tuple[Any, ...]
@@ -28,9 +28,9 @@ class JittedStep:
     """
 
     def __init__(self, function: Callable[..., tuple[TrainState, Any]], *, donate: bool):
-        def run(static: _Static | None, state: TrainState, args: Any, kwargs: Any) -> tuple[TrainState, Any]:
-            state, result = function(_put_together(state, static), *args, **kwargs)
-            return _take_apart(state)[0], result
+        def run(static: Static | None, state: TrainState, args: Any, kwargs: Any) -> tuple[TrainState, Any]:
+            state, result = function(put_together(state, static), *args, **kwargs)
+            return take_apart(state)[0], result
 
         # The compiled program's name, in logs, profiles and errors.
         run.__name__, run.__qualname__ = function.__name__, function.__qualname__
@@ -38,17 +38,22 @@ class JittedStep:
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, Any]:
         """The function's answer: `(state, result)`."""
-        arrays, static = _take_apart(state)
+        arrays, static = take_apart(state)
         arrays, result = self._jitted(static, arrays, args, kwargs)
-        return _put_together(arrays, static), result
+        return put_together(arrays, static), result
 
     def lower(self, state: TrainState, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As `jax.jit(...).lower`: nothing runs; arguments may be `jax.ShapeDtypeStruct`."""
-        arrays, static = _take_apart(state)
+        arrays, static = take_apart(state)
         return self._jitted.lower(static, arrays, args, kwargs)
 
 
-def _take_apart(state: TrainState) -> tuple[TrainState, _Static | None]:
+def take_apart(state: TrainState) -> tuple[TrainState, Static | None]:
+    """`state` with arrays only, and the leaves of its parameters that are none; None if there are no such.
+
+    Raises:
+      TypeError, ValueError: it is no state, or one that was overwritten.
+    """
     check_state(state)
     leaves = jax.tree.leaves(state.params)
     if all(map(trees.is_array, leaves)):
@@ -57,10 +62,11 @@ def _take_apart(state: TrainState) -> tuple[TrainState, _Static | None]:
     arrays, rest = trees.partition(state.params, [trees.is_array(leaf) for leaf in leaves])
     _check_alive(jax.tree.leaves(arrays)[0])
     static, treedef = jax.tree.flatten(rest)
-    return dataclasses.replace(state, params=arrays), _Static(tuple(static), tuple(map(type, static)), treedef)
+    return dataclasses.replace(state, params=arrays), Static(tuple(static), tuple(map(type, static)), treedef)
 
 
-def _put_together(state: TrainState, static: _Static | None) -> TrainState:
+def put_together(state: TrainState, static: Static | None) -> TrainState:
+    """Join what `take_apart` took apart."""
     if static is None:
         return state
     return dataclasses.replace(state, params=trees.combine(state.params, static.treedef.unflatten(static.leaves)))

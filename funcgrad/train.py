@@ -1,24 +1,19 @@
 """Training steps: a whole window in one call, or microbatch by microbatch, around any optax transformation."""
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import optax
-from jax.experimental.shard_alike import shard_alike
 
-from funcgrad import accumulator, transform, trees, window
-from funcgrad.accumulator import GradBuffer
-from funcgrad.call import Call
+from funcgrad import transform
 from funcgrad.jit import JittedStep
 from funcgrad.loops import Loop
 from funcgrad.options import Options
-from funcgrad.state import TrainState, check_opt_state, check_optimizer
+from funcgrad.state import TrainState, check_optimizer
+from funcgrad.step import TrainStep
 from funcgrad.trees import PyTree, Trainable
+from funcgrad.update import accepted, update_state
 
 
 class Steps(NamedTuple):
@@ -50,7 +45,7 @@ def train_step(
     skip_nonfinite: bool = False,
     loop: Loop = "auto",
     donate: bool = True,
-) -> JittedStep:
+) -> TrainStep:
     """A jitted training step over a whole batch, in microbatches.
 
     One call is one window: the gradients of the microbatches are added up in `state.buffer`, on top of what it already
@@ -98,28 +93,11 @@ def train_step(
         aux=aux,
         trainable=trainable,
         skip_nonfinite=skip_nonfinite,
-        loop=loop,
+        loop="auto" if loop == "host" else loop,
     )
     check_optimizer(optimizer)
-
-    def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
-        call = Call(loss_fn, options, (state.params, *args), kwargs)
-        mask = window.buffer_mask(state.buffer, state.params, trainable)
-        if call.split.count == 1:
-            call.check_param_keys(lambda: call.arguments(0))  # a key in the state never advances
-        sums, like = window.fold_batch(call, state.buffer, mask)
-        loss, aux_value = window.read_window(sums, like, options)
-
-        def call_optimizer(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            value_fn = functools.partial(window.batch_loss, call, mask, sums.kept)
-            offered = {"value": loss, "grad": grads, "value_fn": value_fn}
-            return optimizer.update(grads, opt_state, params, **_accepted(optimizer, offered))
-
-        state = dataclasses.replace(state, buffer=sums.buffer)
-        state, metrics = _update(optimizer, state, call_optimizer, may_be_empty=skip_nonfinite)
-        return state, {"loss": loss, **metrics} | ({"aux": aux_value} if has_aux else {})
-
-    return JittedStep(step, donate=donate)
+    host = True if loop == "host" else None if loop == "auto" else False
+    return TrainStep(loss_fn, optimizer, options, host=host, donate=donate)
 
 
 def micro_steps(
@@ -184,7 +162,7 @@ def micro_steps(
     def update(state: TrainState, **extra: Any) -> tuple[TrainState, dict[str, Any]]:
         def call_optimizer(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             try:
-                return optimizer.update(grads, opt_state, params, **{**_accepted(optimizer, {"grad": grads}), **extra})
+                return optimizer.update(grads, opt_state, params, **{**accepted(optimizer, {"grad": grads}), **extra})
             except TypeError as error:
                 error.add_note(
                     "funcgrad: give update what the optimizer takes beside gradients: update(state, value=loss). A line search "
@@ -192,64 +170,6 @@ def micro_steps(
                 )
                 raise
 
-        return _update(optimizer, state, call_optimizer, may_be_empty=True)
+        return update_state(optimizer, state, call_optimizer, may_be_empty=True)
 
     return Steps(JittedStep(backward, donate=donate), JittedStep(update, donate=donate))
-
-
-def _update(
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    call_optimizer: Callable[..., tuple[PyTree, PyTree]],
-    *,
-    may_be_empty: bool,
-) -> tuple[TrainState, dict[str, Any]]:
-    """One optimizer step with the mean of `state.buffer`, which is then cleared.
-
-    Args:
-      optimizer, state: as for the steps.
-      call_optimizer: `(grads, opt_state, params) -> (updates, opt_state)`.
-      may_be_empty: whether nothing may have been folded in; then nothing is updated.
-    """
-    buffer = state.buffer
-    selected, rest = trees.partition(state.params, window.buffer_mask(buffer, state.params, None))
-    check_opt_state(optimizer, selected, state.opt_state)
-    mean = accumulator.mean(buffer)
-    grads = trees.cast_like(mean, selected)
-    grad_norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(trees.at_least_float32(leaf.dtype)), mean))
-
-    def advance(carried: tuple[PyTree, PyTree, jax.Array]) -> tuple[PyTree, PyTree, jax.Array]:
-        params, opt_state, step = carried
-        updates, opt_state = call_optimizer(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, step + 1
-
-    carried = (selected, state.opt_state, state.step)
-    # A condition, not a choice between old and new values, which would keep both in memory (and take 3 times as long).
-    carried = jax.lax.cond(buffer.count > 0, advance, lambda kept: kept, carried) if may_be_empty else advance(carried)
-    params, opt_state, step = carried
-    metrics = {"grad_norm": grad_norm, "weight": buffer.weight, "skipped": buffer.skipped}
-    return TrainState(trees.combine(params, rest), opt_state, _clear(buffer, grad_norm), step), metrics
-
-
-def _accepted(optimizer: optax.GradientTransformation, offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of the extra arguments `offered` that the optimizer's `update` takes."""
-    parameters = inspect.signature(optimizer.update).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in offered.items() if takes_any or name in parameters}
-
-
-def _clear(buffer: GradBuffer, grad_norm: jax.Array) -> GradBuffer:
-    """`zero_grad(buffer)`, in the memory of the sums, once they are read.
-
-    A constant zero XLA writes whenever it likes, before the sums are read too, which then need a second copy of all
-    gradients (measured with jax 0.10.2 on CPU: 30 MB of temporary memory, not 12, for 19 MB of parameters; an
-    `optimization_barrier` changes nothing). So the zero is computed from the norm: a norm is never negative, and NaN is not
-    either, but XLA has to read the sums to know. tests/test_memory_use.py guards it.
-    """
-    never = grad_norm < 0
-
-    def clear(leaf: jax.Array) -> jax.Array:
-        # Without shard_alike, the zeros of a sharded leaf would be whole on every device.
-        return shard_alike(leaf, jnp.zeros_like(leaf) + never.astype(leaf.dtype))[1]
-
-    return jax.tree.map(clear, buffer)

@@ -6,9 +6,9 @@ from typing import Any, Unpack
 
 import jax
 
-from funcgrad import accumulator, trees, window
+from funcgrad import accumulator, reducers, trees, window
 from funcgrad.accumulator import GradBuffer
-from funcgrad.call import Call
+from funcgrad.call import Call, Micro
 from funcgrad.loops import Loop
 from funcgrad.loss import ratio
 from funcgrad.options import MicrobatchOptions, Options
@@ -232,7 +232,14 @@ def _in_microbatches(call: Call, dtype: Any) -> tuple[Any, PyTree, PyTree]:
     """`(loss, aux, grads)`, accumulated."""
     mask = trees.trainable_mask(call.params, call.options.trainable)
     selected, _ = trees.partition(call.params, mask)
-    sums, like = window.fold_batch(call, accumulator.zeros(selected, dtype=dtype), mask)
+    window.check_call(call)
+
+    def differentiate(index: Any) -> Micro:
+        micro = call.differentiate(mask, call.arguments(index))
+        reducers.check_aux(call.options.aux, micro.aux)
+        return micro
+
+    sums, like = window.fold_batch(call, accumulator.zeros(selected, dtype=dtype), differentiate)
     value, aux = window.read_window(sums, like, call.options)
     return value, aux, trees.cast_like(accumulator.mean(sums.buffer), selected)
 

@@ -1,5 +1,6 @@
 """One window: a batch, folded into a buffer microbatch by microbatch. The transforms and the training step share it."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from funcgrad import accumulator, loops, reducers, trees
 from funcgrad.accumulator import GradBuffer
 from funcgrad.call import Call, Micro
 from funcgrad.loss import WeightedLoss, ratio
+from funcgrad.microbatch import Split
 from funcgrad.options import Options
 from funcgrad.trees import PyTree, Trainable
 
@@ -30,35 +32,53 @@ class Window(NamedTuple):
     kept: jax.Array | None
 
 
-def fold_batch(call: Call, buffer: GradBuffer, mask: list[bool]) -> tuple[Window, Micro]:
+def check_call(call: Call, *, in_state: bool = False) -> None:
+    """Check that no two microbatches of a call draw from one key, and warn of what looks like a part of the batch.
+
+    Args:
+      call: the call.
+      in_state: the parameters stay in a state, so that two steps would draw from a key among them.
+
+    Raises:
+      ValueError: two would.
+    """
+    if call.split.count > 1:
+        call.check_whole_keys()
+        call.warn_of_whole_rows()
+    if call.split.count > 1 or in_state:
+        call.check_param_keys(lambda: call.arguments(0))
+
+
+def begin(split: Split, buffer: Any, weight_dtype: Any, like: Micro, options: Options) -> Window:
+    """The sums before the first microbatch, on top of `buffer`; `like` tells shapes and dtypes only."""
+    dtype = trees.at_least_float32(trees.dtype_of(like.loss))
+    kept = jnp.zeros(split.count, bool) if options.skip_nonfinite else None
+    weight = jnp.zeros((), weight_dtype)
+    return Window(buffer, jnp.zeros((), dtype), weight, reducers.init(options.aux, like.aux), kept)
+
+
+def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[Any], Micro]) -> tuple[Window, Micro]:
     """Fold the batch of one call into `buffer`.
+
+    Args:
+      call: the call.
+      buffer: what is added to.
+      differentiate: from the index of a microbatch to its loss and gradients; the smaller last one is `split.num`.
 
     Returns:
       `(window, like)`: the sums, and one microbatch's output or its shapes.
     """
     options, split = call.options, call.split
-    if split.count > 1:
-        call.check_whole_keys()
-        call.check_param_keys(lambda: call.arguments(0))
-        call.warn_of_whole_rows()
-
-    def step(index: Any) -> Micro:
-        micro = call.differentiate(mask, call.arguments(index))
-        reducers.check_aux(options.aux, micro.aux)
-        return micro
 
     def init(like: Micro) -> Window:
-        dtype = trees.at_least_float32(trees.dtype_of(like.loss))
-        kept = jnp.zeros(split.count, bool) if options.skip_nonfinite else None
-        weight = jnp.zeros((), buffer.weight.dtype)
-        return Window(buffer, jnp.zeros((), dtype), weight, reducers.init(options.aux, like.aux), kept)
+        return begin(split, buffer, buffer.weight.dtype, like, options)
 
     def fold(window: Window, micro: Micro, index: Any) -> Window:
         return fold_micro(window, micro, split.size, index, options)
 
-    window, like = loops.fold_over(step, init, fold, split.num, options.loop)
+    window, like = loops.fold_over(differentiate, init, fold, split.num, options.loop)
     if split.tail:
-        window = fold_micro(window, step(split.num), split.tail, split.num, options)
+        window = fold_micro(window, differentiate(split.num), split.tail, split.num, options)
     return window, like
 
 

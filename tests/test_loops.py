@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import funcgrad as fg
-from funcgrad import loops
+from funcgrad import loops, work
 
 
 def _scans(fun, *args):
@@ -24,14 +24,14 @@ class TestAuto:
     def test_a_convolution_is_found_wherever_it_stands(self, wrap):
         convolve = wrap(lambda x, kernel: lax.conv(x, kernel, (1, 1), "SAME"))
         closed = jax.make_jaxpr(convolve)(jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3)))
-        assert loops.holds_convolution(closed.jaxpr)
-        assert loops.choose(closed, "cpu") == "unroll"
-        assert loops.choose(closed, "gpu") == loops.choose(closed, "tpu") == "scan"
+        assert work.holds_convolution(closed.jaxpr)
+        assert loops.choose(closed, "cpu", 8) == "unroll"
+        assert loops.choose(closed, "gpu", 8) == loops.choose(closed, "tpu", 8) == "scan"
 
     def test_no_convolution(self):
         closed = jax.make_jaxpr(lambda x: jnp.dot(x, x))(jnp.ones(3))
-        assert not loops.holds_convolution(closed.jaxpr)
-        assert loops.choose(closed, "cpu") == "scan"
+        assert not work.holds_convolution(closed.jaxpr)
+        assert loops.choose(closed, "cpu", 8) == "scan"
 
     def test_the_platform_follows_the_default_device(self):
         assert loops.default_platform() == jax.default_backend()
@@ -73,9 +73,9 @@ class TestFoldOver:
     @pytest.mark.parametrize(("loop", "bodies"), [("scan", 1), (2, 2), ("unroll", 6)])
     def test_microbatches_a_loop_body(self, loop, bodies):
         """An integer is the number of microbatches that a loop body holds: lax.scan's `unroll`."""
-        compiled = jax.jit(fg.grad(lambda w, x: jnp.mean(jnp.sin(w * x)), num_microbatches=6, loop=loop))
-        text = compiled.lower(1.0, jnp.ones(6)).compile().as_text()
-        assert text.count(" cosine(") == bodies
+        compiled = jax.jit(fg.grad(lambda w, x: jnp.mean(jnp.sin(x @ w)), num_microbatches=6, loop=loop))
+        text = compiled.lower(jnp.ones((8, 8)), jnp.ones((12, 8))).compile().as_text()
+        assert text.count(" dot(") == 2 * bodies  # forward and back
 
     def test_is_staging(self):
         assert not loops.is_staging()

@@ -1,0 +1,228 @@
+"""A training step over a whole batch: one compiled program, or the program of one microbatch called from the host."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from funcgrad import loops, reducers, trees, update, window
+from funcgrad.call import Call, Micro
+from funcgrad.compiled import Lowered
+from funcgrad.jit import JittedStep, Static, put_together, take_apart
+from funcgrad.options import Options
+from funcgrad.state import TrainState
+from funcgrad.trees import PyTree
+from funcgrad.window import Window
+
+
+class _Plan(NamedTuple):
+    """How the step goes for given shapes.
+
+    Attributes:
+      begin: gives the sums of a window before the first microbatch, but for the buffer; None where the step is one program.
+      mask: which leaves of the parameters are trained.
+      num: how many microbatches of equal size there are.
+      tail: whether a smaller one follows.
+    """
+
+    begin: Callable[[], Window] | None
+    mask: tuple[bool, ...] = ()
+    num: int = 1
+    tail: bool = False
+
+
+_ONE_PROGRAM = _Plan(None)
+
+
+class _Constants(NamedTuple):
+    """What a program is compiled for.
+
+    Attributes:
+      static: the leaves of the parameters that are no arrays.
+      mask: which leaves of the parameters are trained.
+      tail: whether it is the smaller last microbatch.
+    """
+
+    static: Static | None
+    mask: tuple[bool, ...]
+    tail: bool = False
+
+
+class _Inputs(NamedTuple):
+    """The arguments of the loss function: the arrays among the parameters, and the rest."""
+
+    params: PyTree
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class TrainStep:
+    """A jitted `step(state, batch, ...) -> (state, metrics)`; `funcgrad.train_step` makes it and describes it.
+
+    Args:
+      loss_fn, optimizer, options: what the step is for.
+      host: whether the host drives the microbatches where it can, or never; None: where that is best.
+      donate: whether the state's memory is reused.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        options: Options,
+        *,
+        host: bool | None = None,
+        donate: bool = True,
+    ):
+        self._loss_fn, self._optimizer, self._options = loss_fn, optimizer, options
+        self._host, self._donate = host, donate
+        self._plans: dict[Any, _Plan] = {}
+
+        def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
+            return self._whole_window(state, args, kwargs)
+
+        self._program = JittedStep(step, donate=donate)
+        # The loss function is traced in `_differentiate` only, once for given shapes, whichever program asks for it.
+        self._microbatch = jax.jit(self._differentiate, static_argnums=0)
+        self._fold = jax.jit(self._fold_microbatch, static_argnums=0, donate_argnums=1)
+        self._finish = jax.jit(self._finish_window, static_argnums=0, donate_argnums=(1, 2) if donate else 2)
+
+    def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
+        """One window: `(state, metrics)`."""
+        arrays, static = take_apart(state)
+        inputs = _Inputs(arrays.params, args, kwargs)
+        plan = self._plan(static, arrays, inputs)
+        if plan.begin is None:
+            return self._program(state, *args, **kwargs)
+        constants = _Constants(static, plan.mask)
+        buffer = arrays.buffer if self._donate else jax.tree.map(jnp.copy, arrays.buffer)
+        sums = plan.begin()._replace(buffer=buffer)
+        for index in range(plan.num):
+            sums = self._fold(constants, sums, inputs, np.int32(index))
+        if plan.tail:
+            sums = self._fold(constants._replace(tail=True), sums, inputs, np.int32(plan.num))
+        new, metrics = self._finish(constants, _without_buffer(arrays), sums, args, kwargs)
+        return put_together(new, static), metrics
+
+    def lower(self, state: TrainState, *args: Any, **kwargs: Any) -> Lowered:
+        """As `jax.jit(...).lower`: nothing runs; arguments may be `jax.ShapeDtypeStruct`."""
+        arrays, static = take_apart(state)
+        inputs = _Inputs(arrays.params, args, kwargs)
+        plan = self._plan(static, arrays, inputs)
+        if plan.begin is None:
+            return Lowered({"step": self._program.lower(state, *args, **kwargs)}, (arrays, args, kwargs))
+        constants, index = _Constants(static, plan.mask), jax.ShapeDtypeStruct((), jnp.int32)
+        sums = jax.eval_shape(plan.begin)._replace(buffer=arrays.buffer)
+        programs = {"microbatch": self._fold.lower(constants, sums, inputs, index)}
+        if plan.tail:
+            programs["tail"] = self._fold.lower(constants._replace(tail=True), sums, inputs, index)
+        programs["update"] = self._finish.lower(constants, _without_buffer(arrays), sums, args, kwargs)
+        return Lowered(programs, (arrays, args, kwargs))
+
+    def _plan(self, static: Static | None, arrays: TrainState, inputs: _Inputs) -> _Plan:
+        if self._host is False or not self._options.splits:
+            return _ONE_PROGRAM
+        leaves, treedef = jax.tree.flatten(inputs[1:])
+        first = jax.tree.leaves(inputs.params)[0]
+        if any(isinstance(leaf, Tracer) for leaf in (first, *leaves)):
+            return _ONE_PROGRAM
+        shapes = tuple((jnp.shape(leaf), trees.dtype_of(leaf)) for leaf in (first, *leaves))
+        key = static, treedef, shapes, getattr(first, "sharding", None)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(static, arrays, inputs)
+        return self._plans[key]
+
+    def _make_plan(self, static: Static | None, arrays: TrainState, inputs: _Inputs) -> _Plan:
+        call = self._call(static, inputs)
+        split, platform = call.split, _platform(inputs)
+        if split.count == 1 or platform is None:
+            return _ONE_PROGRAM
+        mask = tuple(window.buffer_mask(arrays.buffer, call.params, self._options.trainable))
+        window.check_call(call, in_state=True)
+        constants = _Constants(static, mask)
+        microbatch = functools.partial(self._microbatch, constants)
+        closed, like = jax.make_jaxpr(microbatch, return_shape=True)(inputs, np.int32(0))
+        if not (self._host or loops.prefers_host(closed, platform)):
+            return _ONE_PROGRAM
+        weight_dtype = arrays.buffer.weight.dtype
+
+        def begin() -> Window:
+            return window.begin(split, None, weight_dtype, like, self._options)
+
+        # All that can be wrong with the arguments shows here, before anything is given away.
+        sums = jax.eval_shape(begin)._replace(buffer=arrays.buffer)
+        for is_tail in (False, True)[: 1 + (split.tail > 0)]:
+            sums = self._fold.eval_shape(constants._replace(tail=is_tail), sums, inputs, np.int32(0))
+        self._finish.eval_shape(constants, _without_buffer(arrays), sums, *inputs[1:])
+        return _Plan(jax.jit(begin), mask, split.num, split.tail > 0)
+
+    def _call(self, static: Static | None, inputs: _Inputs) -> Call:
+        params = inputs.params
+        if static is not None:
+            params = trees.combine(params, static.treedef.unflatten(static.leaves))
+        return Call(self._loss_fn, self._options, (params, *inputs.args), inputs.kwargs)
+
+    def _differentiate(self, constants: _Constants, inputs: _Inputs, index: Any) -> Micro:
+        call = self._call(constants.static, inputs)
+        micro = call.differentiate(list(constants.mask), call.arguments(call.split.num if constants.tail else index))
+        reducers.check_aux(self._options.aux, micro.aux)
+        return micro
+
+    def _fold_microbatch(self, constants: _Constants, sums: Window, inputs: _Inputs, index: Any) -> Window:
+        split = self._call(constants.static, inputs).split
+        micro = self._microbatch(constants, inputs, index)
+        return window.fold_micro(sums, micro, split.tail if constants.tail else split.size, index, self._options)
+
+    def _finish_window(
+        self, constants: _Constants, rest: TrainState, sums: Window, args: Any, kwargs: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        inputs = _Inputs(rest.params, args, kwargs)
+        like = jax.eval_shape(functools.partial(self._microbatch, constants), inputs, np.int32(0))
+        state = put_together(dataclasses.replace(rest, buffer=sums.buffer), constants.static)
+        state, metrics = self._end_window(self._call(constants.static, inputs), list(constants.mask), state, sums, like)
+        return take_apart(state)[0], metrics
+
+    def _whole_window(self, state: TrainState, args: Any, kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
+        call = Call(self._loss_fn, self._options, (state.params, *args), kwargs)
+        mask = window.buffer_mask(state.buffer, state.params, self._options.trainable)
+        window.check_call(call, in_state=True)
+        arrays, static = take_apart(state)
+        inputs, split = _Inputs(arrays.params, args, kwargs), call.split
+
+        def differentiate(index: Any) -> Micro:
+            tail = isinstance(index, int) and split.tail > 0 and index == split.num
+            return self._microbatch(_Constants(static, tuple(mask), tail), inputs, index)
+
+        sums, like = window.fold_batch(call, state.buffer, differentiate)
+        return self._end_window(call, mask, state, sums, like)
+
+    def _end_window(self, call: Call, mask: list[bool], state: TrainState, sums: Window, like: Micro) -> tuple[TrainState, Any]:
+        options, optimizer = self._options, self._optimizer
+        loss, aux = window.read_window(sums, like, options)
+
+        def call_optimizer(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            value_fn = functools.partial(window.batch_loss, call, mask, sums.kept)
+            offered = {"value": loss, "grad": grads, "value_fn": value_fn}
+            return optimizer.update(grads, opt_state, params, **update.accepted(optimizer, offered))
+
+        state = dataclasses.replace(state, buffer=sums.buffer)
+        state, metrics = update.update_state(optimizer, state, call_optimizer, may_be_empty=options.skip_nonfinite)
+        return state, {"loss": loss, **metrics} | ({"aux": aux} if options.has_aux else {})
+
+
+def _without_buffer(state: TrainState) -> TrainState:
+    return dataclasses.replace(state, buffer=None)
+
+
+def _platform(tree: PyTree) -> str | None:
+    """The platform of the one device that holds the arrays of `tree`; None if there are more."""
+    devices = {device for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) for device in leaf.devices()}
+    if not devices:
+        return loops.default_platform()
+    return devices.pop().platform if len(devices) == 1 else None

@@ -1,0 +1,54 @@
+"""How much a traced computation has to do: a rough count, from the shapes alone."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.extend.core
+
+
+def arithmetic(jaxpr: jax.extend.core.Jaxpr) -> float:
+    """About how many floating-point operations `jaxpr` takes.
+
+    Two for each multiplication of a matrix product or a convolution, one for each number that another operation gives. A
+    loop counts for as often as it runs, where that is known (a `while_loop` counts once), a condition with all branches.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> arithmetic(jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 4))).jaxpr)
+      48.0
+    """
+    return float(sum(_of_equation(equation) for equation in jaxpr.eqns))
+
+
+def holds_convolution(jaxpr: jax.extend.core.Jaxpr) -> bool:
+    """Whether `jaxpr`, or one nested in it, convolves."""
+    return any(
+        equation.primitive.name == "conv_general_dilated" or any(map(holds_convolution, nested(equation.params)))
+        for equation in jaxpr.eqns
+    )
+
+
+def nested(params: dict[str, Any]) -> Iterator[jax.extend.core.Jaxpr]:
+    """The computations among the parameters of an equation: bodies, branches, called functions."""
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, jax.extend.core.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, jax.extend.core.Jaxpr):
+                yield item
+
+
+def _of_equation(equation: Any) -> float:
+    name, params = equation.primitive.name, equation.params
+    inner = [arithmetic(jaxpr) for jaxpr in nested(params)]
+    if inner:
+        return params.get("length", 1) * sum(inner)
+    size = sum(math.prod(getattr(variable.aval, "shape", ())) for variable in equation.outvars)
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2 * size * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel = equation.invars[1].aval.shape
+        return 2 * size * math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
+    return size
