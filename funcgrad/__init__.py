@@ -2,12 +2,14 @@
 
 from funcgrad.accumulator import GradBuffer, accumulate, mean, merge, total, zero_grad, zeros
 from funcgrad.loss import WeightedLoss
+from funcgrad.memory import Plan, plan
 from funcgrad.state import TrainState
 from funcgrad.train import Steps, micro_steps, train_step
 from funcgrad.transform import backward, grad, value_and_grad
 
 __all__ = [
     "GradBuffer",
+    "Plan",
     "Steps",
     "TrainState",
     "WeightedLoss",
@@ -17,6 +19,7 @@ __all__ = [
     "mean",
     "merge",
     "micro_steps",
+    "plan",
     "total",
     "train_step",
     "value_and_grad",

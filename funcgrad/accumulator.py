@@ -206,9 +206,29 @@ def fold(buffer: GradBuffer, grads: PyTree, weight: Any, *, scale: Any = None, k
     """`accumulate` without its checks, for callers that have made them.
 
     Args:
+      scale, keep: as for `add_grads`; where `keep` is false, the microbatch is counted as skipped.
+    """
+    weight = jnp.asarray(weight).astype(buffer.weight.dtype)
+    folded = 1 if keep is None else keep.astype(jnp.int32)
+    buffer = add_grads(buffer, grads, scale=scale, keep=keep)
+    return add_counts(buffer, weight if keep is None else jnp.where(keep, weight, 0), folded, 1 - folded)
+
+
+def add_counts(buffer: GradBuffer, weight: Any, folded: Any, skipped: Any) -> GradBuffer:
+    """`buffer` with as many microbatches more, folded in with this weight or skipped; `add_grads` is for their gradients."""
+    return dataclasses.replace(
+        buffer, weight=buffer.weight + weight, count=buffer.count + folded, skipped=buffer.skipped + skipped
+    )
+
+
+def add_grads(buffer: GradBuffer, grads: PyTree, *, scale: Any = None, keep: Any = None) -> GradBuffer:
+    """`buffer` with gradients added to its sums, and nothing counted.
+
+    Args:
+      buffer, grads: as for `accumulate`.
       scale: `[]` or None: multiplies the gradients, after they are cast to the buffer's dtype, so that a float16 gradient
         of a mean does not overflow when it is weighed by its rows.
-      keep: `[]` boolean or None: where false, the microbatch is left out and counted as skipped.
+      keep: `[]` boolean or None: where false, nothing is added.
     """
 
     def add(running: Any, grad: Any) -> Any:
@@ -220,16 +240,7 @@ def fold(buffer: GradBuffer, grads: PyTree, weight: Any, *, scale: Any = None, k
         return summed if keep is None else jnp.where(keep, summed, running)
 
     # A leaf that is no gradient (float0, from `jax.grad(..., allow_int=True)`) meets None in the buffer.
-    summed = jax.tree.map(add, buffer.grads, grads, is_leaf=trees.is_none)
-    weight = jnp.asarray(weight).astype(buffer.weight.dtype)
-    folded = 1 if keep is None else keep.astype(jnp.int32)
-    return dataclasses.replace(
-        buffer,
-        grads=summed,
-        weight=buffer.weight + (weight if keep is None else jnp.where(keep, weight, 0)),
-        count=buffer.count + folded,
-        skipped=buffer.skipped + (1 - folded),
-    )
+    return dataclasses.replace(buffer, grads=jax.tree.map(add, buffer.grads, grads, is_leaf=trees.is_none))
 
 
 def all_finite(*parts: PyTree) -> jax.Array:

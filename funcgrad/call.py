@@ -15,12 +15,30 @@ from funcgrad.trees import PyTree
 
 
 class Micro(NamedTuple):
-    """What one microbatch gives. All but `grads` and `aux` are `[]`."""
+    """What one microbatch gives.
+
+    Attributes:
+      grads: the gradients of a total, or of a mean where `grads_of_total` is false.
+      loss: `[]`, the total of a WeightedLoss, or a mean over the rows.
+      weight: `[]`; None for a mean over the rows.
+      aux: what the loss function returned beside the loss.
+    """
 
     grads: PyTree
-    loss: Any  # the total of a WeightedLoss, or a mean over the rows
-    weight: Any  # None for a mean over the rows
+    loss: Any
+    weight: Any
     aux: PyTree
+
+
+def grads_of_total(grads: PyTree, loss: Any) -> bool:
+    """Whether the gradient of a mean over rows is taken of the mean times the rows.
+
+    So the factor is a constant at the beginning of the backward pass, and adding a gradient costs no multiplication. Not in
+    float16 and bfloat16, where the larger numbers might overflow or the factor not be exact: there the sum is scaled, in its
+    own dtype.
+    """
+    dtypes = [trees.dtype_of(leaf) for leaf in (*jax.tree.leaves(grads), loss)]
+    return all(dtype == trees.at_least_float32(dtype) for dtype in map(trees.real_dtype, dtypes))
 
 
 _SHARED_KEY = (
@@ -108,15 +126,24 @@ class Call:
         _, rest = trees.partition(self._pick(args), mask)
         return self.evaluate(trees.combine(selected, rest), args)
 
-    def differentiate(self, mask: list[bool], args: Sequence[Any]) -> Micro:
-        """Loss and gradients for one microbatch, whose arguments are `args`. What `mask` leaves out is a constant."""
+    def differentiate(self, mask: list[bool], args: Sequence[Any], rows: int | None = None) -> Micro:
+        """Loss and gradients for one microbatch. What `mask` leaves out is a constant.
 
-        def scalar(selected: PyTree) -> tuple[Any, tuple[Any, Any]]:
+        Args:
+          mask: which leaves of the parameters are differentiated.
+          args: the microbatch's arguments.
+          rows: how many rows it has; None to take the gradient of a mean as it is.
+        """
+
+        def scalar(selected: PyTree) -> tuple[Any, tuple[Any, Any, Any]]:
             loss, aux = self.evaluate_at(mask, selected, args)
-            return (loss.total, (loss.weight, aux)) if isinstance(loss, WeightedLoss) else (loss, (None, aux))
+            if isinstance(loss, WeightedLoss):
+                return loss.total, (loss.total, loss.weight, aux)
+            scale = 1 if rows is None or not grads_of_total(selected, loss) else rows
+            return loss if scale == 1 else loss * scale, (loss, None, aux)
 
         selected, _ = trees.partition(self._pick(args), mask)
-        (loss, (weight, aux)), grads = jax.value_and_grad(scalar, has_aux=True)(selected)
+        (_, (loss, weight, aux)), grads = jax.value_and_grad(scalar, has_aux=True)(selected)
         return Micro(grads, loss, weight, aux)
 
     def check_whole_keys(self) -> None:

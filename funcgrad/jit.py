@@ -48,6 +48,31 @@ class JittedStep:
         return self._jitted.lower(static, arrays, args, kwargs)
 
 
+class JittedBackward:
+    """A jitted `function(buffer, params, *args, **kwargs) -> (buffer, value)`, of the buffer and the parameters of a state.
+
+    Called with a `TrainState`, it answers `(state, value)`. The rest of the state does not pass through the program, and only
+    the buffer is overwritten; but the old state's buffer is then gone, so go on with the new state.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Any, Any]], *, donate: bool):
+        def backward(static: Static | None, buffer: Any, params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return function(buffer, with_static(params, static), *args, **kwargs)
+
+        self._jitted = jax.jit(backward, static_argnums=0, donate_argnums=1 if donate else ())
+
+    def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, Any]:
+        """`(state, value)`."""
+        arrays, static = take_apart(state)
+        buffer, value = self._jitted(static, arrays.buffer, arrays.params, args, kwargs)
+        return TrainState(state.params, state.opt_state, buffer, state.step), value
+
+    def lower(self, state: TrainState, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """As `jax.jit(...).lower`: nothing runs; arguments may be `jax.ShapeDtypeStruct`."""
+        arrays, static = take_apart(state)
+        return self._jitted.lower(static, arrays.buffer, arrays.params, args, kwargs)
+
+
 def take_apart(state: TrainState) -> tuple[TrainState, Static | None]:
     """`state` with arrays only, and the leaves of its parameters that are none; None if there are no such.
 
@@ -57,25 +82,29 @@ def take_apart(state: TrainState) -> tuple[TrainState, Static | None]:
     check_state(state)
     leaves = jax.tree.leaves(state.params)
     if all(map(trees.is_array, leaves)):
-        _check_alive(leaves[0])
+        _check_alive(leaves[0], state.buffer)
         return state, None
     arrays, rest = trees.partition(state.params, [trees.is_array(leaf) for leaf in leaves])
-    _check_alive(jax.tree.leaves(arrays)[0])
+    _check_alive(jax.tree.leaves(arrays)[0], state.buffer)
     static, treedef = jax.tree.flatten(rest)
     return dataclasses.replace(state, params=arrays), Static(tuple(static), tuple(map(type, static)), treedef)
 
 
 def put_together(state: TrainState, static: Static | None) -> TrainState:
     """Join what `take_apart` took apart."""
-    if static is None:
-        return state
-    return dataclasses.replace(state, params=trees.combine(state.params, static.treedef.unflatten(static.leaves)))
+    return state if static is None else dataclasses.replace(state, params=with_static(state.params, static))
 
 
-def _check_alive(leaf: Any) -> None:
-    """Check that a state was not overwritten; one leaf of it tells, since a step takes all of them."""
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-        raise ValueError(
-            "this state was overwritten by an earlier step, which was given it to reuse its memory. Go on with the state that "
-            "the step returned, or make the step with donate=False"
-        )
+def with_static(params: Any, static: Static | None) -> Any:
+    """Parameters with the leaves in their places that are no arrays."""
+    return params if static is None else trees.combine(params, static.treedef.unflatten(static.leaves))
+
+
+def _check_alive(leaf: Any, buffer: Any) -> None:
+    """Check that a state was not overwritten; two leaves of it tell, since a step takes all of them, or the buffer's."""
+    for array in (leaf, getattr(buffer, "weight", None)):
+        if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
+            raise ValueError(
+                "this state was overwritten by an earlier step, which was given it to reuse its memory. Go on with the state "
+                "that the step returned, or make the step with donate=False"
+            )

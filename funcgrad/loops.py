@@ -14,7 +14,7 @@ from funcgrad import checks, trees
 from funcgrad.trees import PyTree
 from funcgrad.work import arithmetic, holds_convolution
 
-LOOPS = ("auto", "scan", "unroll")
+LOOPS = ("auto", "scan", "unroll", "ordered")
 Loop = str | int
 
 
@@ -40,20 +40,20 @@ def fold_over(
     """Fold the outputs of `step(0)`, ..., `step(num - 1)` into one carry.
 
     Inside a trace (`jax.jit`, `jax.make_jaxpr`, ...) `step` is traced once, whatever the loop. Outside, where every
-    operation runs at once, `"auto"` and `"unroll"` call it as plain Python would, so nothing is compiled anew at each
-    call, and what a closure holds is read at each call.
+    operation runs at once, it is called as plain Python would, but for `"scan"` and integers: so nothing is compiled anew at
+    each call, and what a closure holds is read at each call.
 
     Args:
       step: `(index) -> output`, with `index` an int or a traced `[]` int32.
       init: `(output) -> carry`, from an output or its shapes: the carry before the first step.
       fold: `(carry, output, index) -> carry`, which keeps the carry's shapes and dtypes.
       num: how many steps, at least 1.
-      loop: `"scan"`, `"unroll"`, `"auto"`, or how many steps a loop body holds.
+      loop: `"scan"`, `"unroll"`, `"ordered"` (unrolled, but in turn), `"auto"`, or how many steps a loop body holds.
 
     Returns:
       `(carry, like)`: the last carry, and an output or its shapes.
     """
-    if not is_staging() and loop in ("auto", "unroll"):
+    if not is_staging() and loop in ("auto", "unroll", "ordered"):
         return _fold_eagerly(step, init, fold, num)
     closed, like = jax.make_jaxpr(step, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32))
     treedef = jax.tree.structure(like)
@@ -65,9 +65,10 @@ def fold_over(
     if loop == "auto":
         loop = choose(closed, default_platform(), num)
     carry = init(like)
-    if loop == "unroll" or num == 1:
+    if loop in ("unroll", "ordered") or num == 1:
         for index in range(num):
-            carry, _ = body(carry, np.int32(index) + (_zero_after(carry) if index else np.int32(0)))
+            in_order = loop == "ordered" and index > 0
+            carry, _ = body(carry, np.int32(index) + _zero_after(carry) if in_order else np.int32(index))
         return carry, like
     unroll = min(num, 1 if loop == "scan" else int(loop))
     try:
@@ -91,10 +92,11 @@ def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> str:
     """What `loop="auto"` stands for inside a trace, for `num` microbatches of the computation `closed`.
 
     A scan compiles once and keeps the activations of one microbatch. Only on CPU, and only for convolutions, is it slow: the
-    passes that turn a convolution into a fast library call do not reach into loop bodies there, and it then takes 5 to 20
-    times as long. An unrolled loop is fast, and here as frugal as a scan (see `_zero_after`), but compiles for as many times
-    as long as there are microbatches. Measured with jax 0.10.2 on 2 cores, 8 microbatches of a convolutional network: scan
-    20 ms and 0.7 MB of temporary memory, unrolled 3 ms and 0.5 MB.
+    passes that turn a convolution into a fast library call do not reach into loop bodies there, and it then takes 5 to 10
+    times as long. Unrolled microbatches are fast, because XLA on CPU computes them side by side; for the same reason they need
+    the memory of the whole batch, and they compile for as many times as long as there are microbatches. `"ordered"` gives the
+    memory of a scan for up to 1.4 times the time (see `_zero_after`); `train_step` has both (see `prefers_host`).
+    Figures: benchmarks/README.md.
     """
     unrolls = platform == "cpu" and num <= MAX_UNROLLED and holds_convolution(closed.jaxpr)
     return "unroll" if unrolls else "scan"
@@ -103,12 +105,12 @@ def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> str:
 def prefers_host(closed: jax.extend.core.ClosedJaxpr, platform: str) -> bool:
     """Whether a step that stands in no trace should call the program of one microbatch again and again, `loop="host"`.
 
-    Such a loop has the memory of a scan, compiles once whatever the number of microbatches, and reaches convolutions. On
-    CPU it is also the fastest for networks without them (benchmarks/README.md), because no loop carries the sums. A call
-    costs some 50 microseconds, which is too much only for very small microbatches. On accelerators a scan keeps the device
-    busy without the host.
+    Such a loop has the memory of a scan, compiles once whatever the number of microbatches, and reaches convolutions, so it is
+    the best form for these on CPU. Without them a scan is as fast or faster there, and on accelerators it keeps the device busy
+    without the host. A call costs some 20 microseconds, too much only for very small microbatches.
     """
-    return platform == "cpu" and arithmetic(closed.jaxpr) >= MIN_WORK_OF_A_CALL
+    is_slow = platform == "cpu" and holds_convolution(closed.jaxpr)
+    return is_slow and arithmetic(closed.jaxpr) >= MIN_WORK_OF_A_CALL
 
 
 def is_staging() -> bool:

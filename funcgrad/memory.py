@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from funcgrad import checks, microbatch, trees
@@ -192,6 +193,68 @@ def plan(
     return Plan(tuple(known[number] for number in sorted(known)), budget, fitting[0])
 
 
+class BudgetedStep:
+    """A training step with as few microbatches as fit a budget of memory, which is found at the first call for given shapes.
+
+    `funcgrad.train_step(..., num_microbatches="auto", budget_bytes=...)` makes it.
+
+    Args:
+      loss_fn, optimizer, options: what the step is for.
+      budget_bytes: as for `plan`.
+      host, donate: as for `TrainStep`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        options: Options,
+        *,
+        budget_bytes: int | str | None,
+        host: bool | None = None,
+        donate: bool = True,
+    ):
+        if budget_bytes is not None:
+            parse_bytes(budget_bytes)
+        self._options, self._budget = options, budget_bytes
+        self._steps: dict[Any, TrainStep] = {}
+
+        def make(number: int) -> TrainStep:
+            options = dataclasses.replace(self._options, num_microbatches=number)
+            return TrainStep(loss_fn, optimizer, options, host=host, donate=donate)
+
+        self._make = make
+
+    def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
+        """One window: `(state, metrics)`."""
+        return self._step(state, args, kwargs)(state, *args, **kwargs)
+
+    def lower(self, state: TrainState, *args: Any, **kwargs: Any) -> Lowered:
+        """As `jax.jit(...).lower`: nothing runs; arguments may be `jax.ShapeDtypeStruct`."""
+        return self._step(state, args, kwargs).lower(state, *args, **kwargs)
+
+    def _step(self, state: TrainState, args: Any, kwargs: Any) -> TrainStep:
+        arrays, static = take_apart(state)
+        leaves, treedef = jax.tree.flatten((arrays, args, kwargs))
+        key = static, treedef, tuple((jnp.shape(leaf), trees.dtype_of(leaf)) for leaf in leaves)
+        if key not in self._steps:
+            budget = _read_budget(self._budget, leaves)
+            if budget is None:
+                raise ValueError(
+                    'num_microbatches="auto" needs to know how much memory there is, and this device does not say. Give '
+                    "budget_bytes, a number or text like '8GiB'"
+                )
+            steps: dict[int, TrainStep] = {}
+
+            def size(number: int) -> int:
+                steps[number] = self._make(number)
+                return steps[number].lower(state, *args, **kwargs).compile().memory_analysis().total_size_in_bytes
+
+            numbers = divisors(_count_rows(self._options, (state.params, *args), kwargs))
+            self._steps[key] = steps[numbers[fewest_that_fit(numbers, size, budget)]]
+        return self._steps[key]
+
+
 def fewest_that_fit(numbers: Sequence[int], size: Callable[[int], int], budget: int) -> int:
     """The place in `numbers` of the first one whose `size` is at most `budget`, where sizes fall along `numbers`.
 
@@ -209,8 +272,8 @@ def fewest_that_fit(numbers: Sequence[int], size: Callable[[int], int], budget: 
         least = size(numbers[-1])
         raise ValueError(
             f"nothing fits the budget of {format_bytes(budget)}: with {numbers[-1]} microbatches a step still needs "
-            f"{format_bytes(least)} ({least} bytes). Parameters, optimizer state and gradients are a part of it that no number of "
-            "microbatches makes smaller; rematerialization (jax.checkpoint) reduces the rest"
+            f"{format_bytes(least)} ({least} bytes). No number of microbatches makes parameters, optimizer state and gradients "
+            "smaller; rematerialization (jax.checkpoint) reduces the activations"
         )
     return low
 
@@ -263,10 +326,13 @@ class _Gradients:
 
     def __init__(self, loss_fn: Any, arguments: tuple[Any, ...], has_aux: bool, options: Any):
         self.options = Options(has_aux=has_aux, **options)
-        self._loss_fn, self._arguments, self._has_aux, self._given = loss_fn, arguments, has_aux, options
+        self._loss_fn, self._has_aux, self._given = loss_fn, has_aux, options
+        # What is no array (an activation function) is a constant.
+        self._arguments, self._rest = trees.partition(arguments, [trees.is_array(leaf) for leaf in jax.tree.leaves(arguments)])
 
     def _jitted(self, number: int) -> Any:
-        return jax.jit(value_and_grad(self._loss_fn, has_aux=self._has_aux, **{**self._given, "num_microbatches": number}))
+        function = value_and_grad(self._loss_fn, has_aux=self._has_aux, **{**self._given, "num_microbatches": number})
+        return jax.jit(lambda *arrays: function(*trees.combine(arrays, self._rest)))
 
     def memory(self, number: int) -> MemoryAnalysis:
         lowered = self._jitted(number).lower(*self._arguments)
@@ -331,7 +397,7 @@ def _median_time(run: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def _read_candidates(candidates: Iterable[int] | None, options: Options, arguments: tuple[Any, ...]) -> list[int]:
-    rows = count_rows(options, arguments)
+    rows = _count_rows(options, arguments, {})
     if candidates is None:
         return divisors(rows)
     numbers = sorted({checks.positive_integer("candidates", number) for number in candidates})
@@ -342,9 +408,9 @@ def _read_candidates(candidates: Iterable[int] | None, options: Options, argumen
     return numbers
 
 
-def count_rows(options: Options, arguments: tuple[Any, ...]) -> int:
-    """How many rows the batch has."""
-    return Call(lambda: None, dataclasses.replace(options, microbatch_size=1, num_microbatches=1), arguments, {}).batch.rows
+def _count_rows(options: Options, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    options = dataclasses.replace(options, microbatch_size=1, num_microbatches=1)  # any, so that the batch is looked at
+    return Call(lambda: None, options, arguments, kwargs).batch.rows
 
 
 def _read_budget(budget_bytes: int | str | None, leaves: list[Any]) -> int | None:

@@ -35,6 +35,10 @@ class Split:
         """The number of microbatches, the tail included."""
         return self.num + (self.tail > 0)
 
+    def rows_of(self, index: Any) -> int:
+        """How many rows microbatch `index` has; a traced index is of one that is not the tail."""
+        return self.tail if self.tail and isinstance(index, int) and index == self.num else self.size
+
     def take(self, leaf: Any, axis: int, index: Any) -> jax.Array:
         """The rows of microbatch `index`, a number or a traced `[]` integer below `num`, along `axis` of `leaf`."""
         strided = self.order == "strided"

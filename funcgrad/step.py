@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,23 @@ from jax.core import Tracer
 from funcgrad import loops, reducers, trees, update, window
 from funcgrad.call import Call, Micro
 from funcgrad.compiled import Lowered
-from funcgrad.jit import JittedStep, Static, put_together, take_apart
+from funcgrad.jit import JittedStep, Static, put_together, take_apart, with_static
 from funcgrad.options import Options
 from funcgrad.state import TrainState
 from funcgrad.trees import PyTree
 from funcgrad.window import Window
+
+
+class Step(Protocol):
+    """What `funcgrad.train_step` gives."""
+
+    def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
+        """One window: `(state, metrics)`."""
+        ...
+
+    def lower(self, state: TrainState, *args: Any, **kwargs: Any) -> Lowered:
+        """As `jax.jit(...).lower`: nothing runs; `compile()` then tells the memory that the step needs."""
+        ...
 
 
 class _Plan(NamedTuple):
@@ -163,14 +175,12 @@ class TrainStep:
         return _Plan(jax.jit(begin), mask, split.num, split.tail > 0)
 
     def _call(self, static: Static | None, inputs: _Inputs) -> Call:
-        params = inputs.params
-        if static is not None:
-            params = trees.combine(params, static.treedef.unflatten(static.leaves))
-        return Call(self._loss_fn, self._options, (params, *inputs.args), inputs.kwargs)
+        return Call(self._loss_fn, self._options, (with_static(inputs.params, static), *inputs.args), inputs.kwargs)
 
     def _differentiate(self, constants: _Constants, inputs: _Inputs, index: Any) -> Micro:
         call = self._call(constants.static, inputs)
-        micro = call.differentiate(list(constants.mask), call.arguments(call.split.num if constants.tail else index))
+        index = call.split.num if constants.tail else index
+        micro = call.differentiate(list(constants.mask), call.arguments(index), call.split.rows_of(index))
         reducers.check_aux(self._options.aux, micro.aux)
         return micro
 
@@ -184,8 +194,10 @@ class TrainStep:
     ) -> tuple[TrainState, dict[str, Any]]:
         inputs = _Inputs(rest.params, args, kwargs)
         like = jax.eval_shape(functools.partial(self._microbatch, constants), inputs, np.int32(0))
+        call = self._call(constants.static, inputs)
+        sums = window.close(sums, call.split)
         state = put_together(dataclasses.replace(rest, buffer=sums.buffer), constants.static)
-        state, metrics = self._end_window(self._call(constants.static, inputs), list(constants.mask), state, sums, like)
+        state, metrics = self._end_window(call, list(constants.mask), state, sums, like)
         return take_apart(state)[0], metrics
 
     def _whole_window(self, state: TrainState, args: Any, kwargs: Any) -> tuple[TrainState, dict[str, Any]]:

@@ -1,17 +1,17 @@
 """Training steps: a whole window in one call, or microbatch by microbatch, around any optax transformation."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optax
 
 from funcgrad import transform
-from funcgrad.jit import JittedStep
+from funcgrad.jit import JittedBackward, JittedStep
 from funcgrad.loops import Loop
+from funcgrad.memory import BudgetedStep
 from funcgrad.options import Options
 from funcgrad.state import TrainState, check_optimizer
-from funcgrad.step import TrainStep
+from funcgrad.step import Step, TrainStep
 from funcgrad.trees import PyTree, Trainable
 from funcgrad.update import accepted, update_state
 
@@ -25,7 +25,7 @@ class Steps(NamedTuple):
         `extra` goes to the optimizer's `update`, `value=loss` for `optax.contrib.reduce_on_plateau` for example.
     """
 
-    backward: JittedStep
+    backward: JittedBackward
     update: JittedStep
 
 
@@ -33,8 +33,9 @@ def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
-    num_microbatches: int = 1,
+    num_microbatches: int | str = 1,
     microbatch_size: int | None = None,
+    budget_bytes: int | str | None = None,
     has_aux: bool = False,
     batch_argnums: int | Sequence[int] = 1,
     in_axes: PyTree = 0,
@@ -45,7 +46,7 @@ def train_step(
     skip_nonfinite: bool = False,
     loop: Loop = "auto",
     donate: bool = True,
-) -> TrainStep:
+) -> Step:
     """A jitted training step over a whole batch, in microbatches.
 
     One call is one window: the gradients of the microbatches are added up in `state.buffer`, on top of what it already
@@ -56,8 +57,14 @@ def train_step(
       optimizer: the optax transformation that `TrainState.create` was given. It gets gradients in the dtypes of the
         parameters, and those of `value`, `grad` and `value_fn` that it takes: the loss of the batch, the gradients, and that
         loss as a function of the parameters, in microbatches too. So line searches and plateaus work.
-      num_microbatches, microbatch_size, has_aux, batch_argnums, in_axes, order, key_argnums, aux, loop: as for
+      num_microbatches, microbatch_size, has_aux, batch_argnums, in_axes, order, key_argnums, aux: as for
         `value_and_grad`; argument numbers are those of `loss_fn`, so the batch is 1.
+        `num_microbatches="auto"` is the fewest that fit `budget_bytes`, found with the compiler at the first call for given
+        shapes: see `fg.plan`.
+      budget_bytes: for `"auto"`: how many bytes of memory there are, a number or text like `"8GiB"`; None: what the device
+        says that it has.
+      loop: as for `value_and_grad`, or `"host"`: the program of one microbatch, called as often as there are microbatches. So
+        it does, with `"auto"`, on CPU where the loss holds a convolution: with the memory of a scan, but as fast as unrolled.
       trainable: checked against the state, which says what is trained.
       skip_nonfinite: leave out microbatches whose loss or gradients are not finite. If none is left, nothing is updated.
       donate: overwrite the state that is passed in. False keeps it alive, at the price of a copy.
@@ -82,9 +89,12 @@ def train_step(
     Reference:
       `torch.optim.Optimizer.step <https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.step.html>`_
     """
+    is_auto = num_microbatches == "auto"
+    if budget_bytes is not None and not is_auto:
+        raise ValueError(f'budget_bytes goes with num_microbatches="auto"; got num_microbatches={num_microbatches!r}')
     options = Options(
         has_aux=has_aux,
-        num_microbatches=num_microbatches,
+        num_microbatches=1 if is_auto else cast(int, num_microbatches),
         microbatch_size=microbatch_size,
         batch_argnums=batch_argnums,
         in_axes=in_axes,
@@ -97,6 +107,10 @@ def train_step(
     )
     check_optimizer(optimizer)
     host = True if loop == "host" else None if loop == "auto" else False
+    if is_auto:
+        if microbatch_size is not None:
+            raise ValueError('give num_microbatches="auto" or microbatch_size, not both')
+        return BudgetedStep(loss_fn, optimizer, options, budget_bytes=budget_bytes, host=host, donate=donate)
     return TrainStep(loss_fn, optimizer, options, host=host, donate=donate)
 
 
@@ -145,7 +159,7 @@ def micro_steps(
       `PyTorch, Gradient accumulation <https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation>`_
     """
     check_optimizer(optimizer)
-    run_backward = transform.backward(
+    backward = transform.backward(
         loss_fn,
         has_aux=has_aux,
         batch_argnums=batch_argnums,
@@ -154,10 +168,6 @@ def micro_steps(
         trainable=trainable,
         skip_nonfinite=skip_nonfinite,
     )
-
-    def backward(state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, Any]:
-        buffer, value = run_backward(state.buffer, state.params, *args, **kwargs)
-        return dataclasses.replace(state, buffer=buffer), value
 
     def update(state: TrainState, **extra: Any) -> tuple[TrainState, dict[str, Any]]:
         def call_optimizer(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -172,4 +182,4 @@ def micro_steps(
 
         return update_state(optimizer, state, call_optimizer, may_be_empty=True)
 
-    return Steps(JittedStep(backward, donate=donate), JittedStep(update, donate=donate))
+    return Steps(JittedBackward(backward, donate=donate), JittedStep(update, donate=donate))

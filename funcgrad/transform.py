@@ -70,8 +70,9 @@ def value_and_grad(
       skip_nonfinite: leave out a microbatch whose loss or gradients hold NaN or infinity, numerator and denominator. If none
         is left, loss and gradients are zeros.
       dtype: what to accumulate in; None: float32 for narrower floats, else the leaf's own.
-      loop: `"scan"`, `"unroll"`, an integer (how many microbatches a loop body holds), or `"auto"`: inside a trace, unrolled
-        on CPU where the loss holds a convolution (a scan is 5 to 20 times slower there, but saves the memory), else a scan.
+      loop: `"scan"`; an integer, how many microbatches a loop body holds; `"unroll"`, which lets XLA compute them side by side;
+        `"ordered"`, unrolled but in turn, with the memory of a scan; or `"auto"`: inside a trace a scan, but unrolled on CPU
+        where the loss holds a convolution and there are at most 32 microbatches (a scan is 5 to 10 times slower there).
 
     Returns:
       A function that is called like `fun` and returns `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The
@@ -218,7 +219,7 @@ def backward(
         arguments = call.whole_arguments(buffer.count + buffer.skipped)
         call.check_whole_keys()
         call.check_param_keys(lambda: arguments)
-        micro = call.differentiate(mask, arguments)
+        micro = call.differentiate(mask, arguments, call.batch.rows)
         weight, scale, keep = window.weigh(micro, call.batch.rows, skip_nonfinite)
         value = micro.loss if micro.weight is None else ratio(micro.loss, micro.weight)
         buffer = accumulator.fold(buffer, micro.grads, weight, scale=scale, keep=keep)
@@ -235,7 +236,7 @@ def _in_microbatches(call: Call, dtype: Any) -> tuple[Any, PyTree, PyTree]:
     window.check_call(call)
 
     def differentiate(index: Any) -> Micro:
-        micro = call.differentiate(mask, call.arguments(index))
+        micro = call.differentiate(mask, call.arguments(index), call.split.rows_of(index))
         reducers.check_aux(call.options.aux, micro.aux)
         return micro
 

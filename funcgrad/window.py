@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from funcgrad import accumulator, loops, reducers, trees
 from funcgrad.accumulator import GradBuffer
-from funcgrad.call import Call, Micro
+from funcgrad.call import Call, Micro, grads_of_total
 from funcgrad.loss import WeightedLoss, ratio
 from funcgrad.microbatch import Split
 from funcgrad.options import Options
@@ -18,16 +18,19 @@ from funcgrad.trees import PyTree, Trainable
 class Window(NamedTuple):
     """What is carried from one microbatch to the next. All but `buffer` is of this batch only.
 
+    What is known beforehand is not carried: each number more is an operation more for each microbatch.
+
     Attributes:
-      buffer: the gradients, on top of what the buffer held before.
-      loss, weight: `[]`, the sums of totals and weights.
+      buffer: the gradients, on top of what the buffer held before; its weight and counts follow in `close`.
+      loss: `[]`, the sum of the totals.
+      weight: `[]`, the sum of the weights; None where it is the number of rows.
       aux: the running values of aux.
       kept: `[count]` boolean, which microbatches were folded in; None where none is left out.
     """
 
     buffer: GradBuffer
     loss: jax.Array
-    weight: jax.Array
+    weight: jax.Array | None
     aux: list[Any]
     kept: jax.Array | None
 
@@ -53,7 +56,7 @@ def begin(split: Split, buffer: Any, weight_dtype: Any, like: Micro, options: Op
     """The sums before the first microbatch, on top of `buffer`; `like` tells shapes and dtypes only."""
     dtype = trees.at_least_float32(trees.dtype_of(like.loss))
     kept = jnp.zeros(split.count, bool) if options.skip_nonfinite else None
-    weight = jnp.zeros((), weight_dtype)
+    weight = None if like.weight is None and not options.skip_nonfinite else jnp.zeros((), weight_dtype)
     return Window(buffer, jnp.zeros((), dtype), weight, reducers.init(options.aux, like.aux), kept)
 
 
@@ -79,7 +82,7 @@ def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[Any], Mi
     window, like = loops.fold_over(differentiate, init, fold, split.num, options.loop)
     if split.tail:
         window = fold_micro(window, differentiate(split.num), split.tail, split.num, options)
-    return window, like
+    return close(window, split), like
 
 
 def batch_loss(call: Call, mask: list[bool], kept: jax.Array | None, selected: PyTree) -> jax.Array:
@@ -120,9 +123,10 @@ def batch_loss(call: Call, mask: list[bool], kept: jax.Array | None, selected: P
 def weigh(micro: Micro, rows: int, skip_nonfinite: bool) -> tuple[Any, Any, Any]:
     """`(weight, scale, keep)`, as `accumulator.fold` takes them, for a microbatch of `rows` rows.
 
-    A mean over the rows weighs as many as there are, and its gradient is scaled to that of a total.
+    A mean over the rows weighs as many as there are, and its gradient is scaled to that of a total, if it is not one.
     """
-    weight, scale = (rows, rows) if micro.weight is None else (micro.weight, None)
+    is_total = micro.weight is not None or grads_of_total(micro.grads, micro.loss)
+    weight, scale = rows if micro.weight is None else micro.weight, None if is_total else rows
     keep = accumulator.all_finite(micro.grads, micro.loss, weight) if skip_nonfinite else None
     return weight, scale, keep
 
@@ -131,21 +135,26 @@ def fold_micro(window: Window, micro: Micro, rows: int, index: Any, options: Opt
     """Add one microbatch of `rows` rows to the sums."""
     weight, scale, keep = weigh(micro, rows, options.skip_nonfinite)
     loss = jnp.asarray(micro.loss).astype(window.loss.dtype)
-    added = loss if scale is None else loss * scale
-    counted = jnp.asarray(weight).astype(window.weight.dtype)
-    if keep is not None:
-        added, counted = jnp.where(keep, added, 0), jnp.where(keep, counted, 0)
+    added = loss * rows if micro.weight is None else loss
+    added, counted = (part if keep is None else jnp.where(keep, part, 0) for part in (added, weight))
     return Window(
-        accumulator.fold(window.buffer, micro.grads, weight, scale=scale, keep=keep),
+        accumulator.add_grads(window.buffer, micro.grads, scale=scale, keep=keep),
         window.loss + added,
-        window.weight + counted,
+        None if window.weight is None else window.weight + jnp.asarray(counted).astype(window.weight.dtype),
         reducers.fold(options.aux, window.aux, micro.aux, weight, index, keep=keep),
         None if keep is None or window.kept is None else window.kept.at[index].set(keep),
     )
 
 
+def close(window: Window, split: Split) -> Window:
+    """The window after its last microbatch, with weight and counts."""
+    weight = jnp.asarray(split.rows, window.buffer.weight.dtype) if window.weight is None else window.weight
+    folded = split.count if window.kept is None else jnp.sum(window.kept, dtype=jnp.int32)
+    return window._replace(buffer=accumulator.add_counts(window.buffer, weight, folded, split.count - folded), weight=weight)
+
+
 def read_window(window: Window, like: Micro, options: Options) -> tuple[jax.Array, PyTree]:
-    """The loss of this batch, `[]` in the loss's own dtype, and the reduced aux."""
+    """The loss of this batch, `[]` in the loss's own dtype, and the reduced aux, from a window that is closed."""
     loss = ratio(window.loss, window.weight).astype(trees.dtype_of(like.loss))
     return loss, reducers.finish(options.aux, window.aux, window.weight, like.aux)
 

@@ -63,7 +63,7 @@ def test_the_training_step_accumulates_in_the_donated_buffer(optimizer):
     rows = jax.tree.map(lambda leaf: leaf[:1], model.batch)
     analysis = backward.lower(state, rows).compile().memory_analysis()
     assert analysis.temp_size_in_bytes <= _temporary_bytes("hand-written")
-    assert analysis.alias_size_in_bytes >= 0.99 * _bytes(state)
+    assert analysis.alias_size_in_bytes >= 0.99 * _bytes(state.buffer)  # the rest of the state does not pass through it
 
 
 def test_an_update_makes_no_copies():

@@ -294,7 +294,10 @@ class TestDonation:
         steps = fg.micro_steps(quadratic, OPTIMIZER)
         state = fg.TrainState.create(quadratic_params(), OPTIMIZER)
         after, _ = steps.backward(state, rows())
-        assert all(leaf.is_deleted() for leaf in _arrays(state) if leaf.ndim)
+        assert all(leaf.is_deleted() for leaf in _arrays(state.buffer) if leaf.ndim)
+        assert after.params is state.params  # the rest does not pass through the program
+        with pytest.raises(ValueError, match="this state was overwritten by an earlier step"):
+            steps.backward(state, rows())
         steps.update(after)
         assert all(leaf.is_deleted() for leaf in _arrays(after) if leaf.ndim)
 

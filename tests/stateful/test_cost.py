@@ -13,7 +13,7 @@ from funcgrad import stateful
 
 
 def test_a_loop_over_the_shell_costs_little_more_than_micro_steps():
-    model = models.mlp(rows=256, inputs=64, width=512, layers=4)
+    model = models.BENCHMARK["mlp"]()
     parts = [jax.tree.map(lambda leaf, part=part: leaf[part::4], model.batch) for part in range(4)]
     optimizer = optax.adam(1e-3)
     steps, states = fg.micro_steps(model.loss_fn, optimizer), [fg.TrainState.create(model.params, optimizer)]

@@ -1,6 +1,10 @@
-"""Small models for the tests, as pairs of parameters and a loss function, in any dtype; and a hand-written scan beside them."""
+"""Models for the benchmarks and the tests, each as parameters, a batch and a loss function; and a hand-written scan.
+
+Called without arguments a function gives a small model; `BENCHMARK` holds the sizes that costs are compared at.
+"""
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,14 +51,14 @@ def mlp(dtype=jnp.float32, rows=32, inputs=8, width=16, layers=2, classes=10, se
     return Model(params, batch, loss_fn)
 
 
-def convolutional(dtype=jnp.float32, rows=32, side=8, channels=(4, 8), classes=10, seed=0) -> Model:
+def convolutional(dtype=jnp.float32, rows=32, side=8, channels=(4, 8), strides=(2, 2), classes=10, seed=0) -> Model:
     keys = iter(jax.random.split(jax.random.key(seed), len(channels) + 4))
     sizes = (1, *channels)
     kernels = [
         jax.random.normal(next(keys), (3, 3, fan_in, fan_out), dtype) / np.sqrt(9 * fan_in).astype(dtype)
         for fan_in, fan_out in itertools.pairwise(sizes)
     ]
-    flat = (side // 2 ** len(channels)) ** 2 * channels[-1]
+    flat = (side // math.prod(strides)) ** 2 * channels[-1]
     params = {"kernels": kernels, "w": _dense(next(keys), flat, classes, dtype)}
     batch = {
         "x": jax.random.normal(next(keys), (rows, side, side, 1), dtype),
@@ -63,9 +67,10 @@ def convolutional(dtype=jnp.float32, rows=32, side=8, channels=(4, 8), classes=1
 
     def loss_fn(params, batch):
         hidden = batch["x"]
-        for kernel in params["kernels"]:
+        for kernel, stride in zip(params["kernels"], strides, strict=True):
             numbers = ("NHWC", "HWIO", "NHWC")
-            hidden = jax.nn.relu(lax.conv_general_dilated(hidden, kernel, (2, 2), "SAME", dimension_numbers=numbers))
+            window = (stride, stride)
+            hidden = jax.nn.relu(lax.conv_general_dilated(hidden, kernel, window, "SAME", dimension_numbers=numbers))
         return jnp.mean(cross_entropy(hidden.reshape(hidden.shape[0], -1) @ params["w"], batch["y"]))
 
     return Model(params, batch, loss_fn)
@@ -118,6 +123,44 @@ def transformer(dtype=jnp.float32, rows=32, layers=1, width=16, heads=2, tokens=
     return Model(params, batch, loss_fn)
 
 
+def recurrent(dtype=jnp.float32, rows=16, steps=8, width=16, vocabulary=11, seed=0) -> Model:
+    """A GRU that predicts the next character."""
+    keys = iter(jax.random.split(jax.random.key(seed), 5))
+    params = {
+        "embedding": jax.random.normal(next(keys), (vocabulary, width), dtype),
+        "input": _dense(next(keys), width, 3 * width, dtype),
+        "hidden": _dense(next(keys), width, 3 * width, dtype),
+        "head": _dense(next(keys), width, vocabulary, dtype),
+    }
+    batch = {"tokens": jax.random.randint(next(keys), (rows, steps + 1), 0, vocabulary)}
+
+    def loss_fn(params, batch):
+        inputs = params["embedding"][batch["tokens"][:, :-1]] @ params["input"]
+
+        def cell(hidden, gates):
+            reset_in, update_in, new_in = jnp.split(gates, 3, axis=-1)
+            reset_out, update_out, new_out = jnp.split(hidden @ params["hidden"], 3, axis=-1)
+            update = jax.nn.sigmoid(update_in + update_out)
+            new = jnp.tanh(new_in + jax.nn.sigmoid(reset_in + reset_out) * new_out)
+            hidden = (1 - update) * new + update * hidden
+            return hidden, hidden
+
+        start = jnp.zeros((inputs.shape[0], width), dtype)
+        _, hidden = lax.scan(cell, start, inputs.swapaxes(0, 1))
+        return jnp.mean(cross_entropy(hidden.swapaxes(0, 1) @ params["head"], batch["tokens"][:, 1:]))
+
+    return Model(params, batch, loss_fn)
+
+
+# The sizes at which costs are compared, here and in the tests.
+BENCHMARK = {
+    "mlp": lambda: mlp(rows=256, inputs=64, width=512, layers=4),
+    "convolutional": lambda: convolutional(rows=64, side=28, channels=(16, 32, 32), strides=(2, 2, 1)),
+    "transformer": lambda: transformer(rows=64, layers=4, width=128, heads=4, tokens=64, vocabulary=128),
+    "recurrent": lambda: recurrent(rows=64, steps=64, width=128, vocabulary=128),
+}
+
+
 def mean_loss(loss_fn):
     """The loss function for the whole batch: a plain scalar."""
 
@@ -128,13 +171,20 @@ def mean_loss(loss_fn):
     return whole
 
 
-def hand_written_scan(loss_fn, num):
-    """What a user writes who has no library: strided rows, sums of totals and weights, one division at the end."""
+def total_loss(loss_fn):
+    """The loss function for a microbatch, as a pair of sums: total and weight."""
 
     def total(params, batch):
         loss = loss_fn(params, batch)
         rows = jax.tree.leaves(batch)[0].shape[0]
         return (loss.total, loss.weight) if isinstance(loss, fg.WeightedLoss) else (loss * rows, jnp.float32(rows))
+
+    return total
+
+
+def hand_written_scan(loss_fn, num):
+    """What a user writes who has no library: strided rows, sums of totals and weights, one division at the end."""
+    total = total_loss(loss_fn)
 
     def value_and_grad(params, batch):
         dealt = jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] // num, num, *leaf.shape[1:]).swapaxes(0, 1), batch)
