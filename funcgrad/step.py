@@ -12,6 +12,7 @@ import optax
 from jax.core import Tracer
 
 from funcgrad import loops, reducers, trees, update, window
+from funcgrad.accumulator import GradBuffer
 from funcgrad.call import Call, Micro
 from funcgrad.compiled import Lowered
 from funcgrad.jit import JittedStep, Static, put_together, take_apart, with_static
@@ -119,7 +120,7 @@ class TrainStep:
             sums = self._fold(constants, sums, inputs, np.int32(index))
         if plan.tail:
             sums = self._fold(constants._replace(tail=True), sums, inputs, np.int32(plan.num))
-        new, metrics = self._finish(constants, _without_buffer(arrays), sums, args, kwargs)
+        new, metrics = self._finish(constants, _without_buffer(arrays), *_apart(sums), args, kwargs)
         return put_together(new, static), metrics
 
     def lower(self, state: TrainState, *args: Any, **kwargs: Any) -> Lowered:
@@ -134,7 +135,7 @@ class TrainStep:
         programs = {"microbatch": self._fold.lower(constants, sums, inputs, index)}
         if plan.tail:
             programs["tail"] = self._fold.lower(constants._replace(tail=True), sums, inputs, index)
-        programs["update"] = self._finish.lower(constants, _without_buffer(arrays), sums, args, kwargs)
+        programs["update"] = self._finish.lower(constants, _without_buffer(arrays), *_apart(sums), args, kwargs)
         return Lowered(programs, (arrays, args, kwargs))
 
     def _plan(self, static: Static | None, arrays: TrainState, inputs: _Inputs) -> _Plan:
@@ -171,7 +172,7 @@ class TrainStep:
         sums = jax.eval_shape(begin)._replace(buffer=arrays.buffer)
         for is_tail in (False, True)[: 1 + (split.tail > 0)]:
             sums = self._fold.eval_shape(constants._replace(tail=is_tail), sums, inputs, np.int32(0))
-        self._finish.eval_shape(constants, _without_buffer(arrays), sums, *inputs[1:])
+        self._finish.eval_shape(constants, _without_buffer(arrays), *_apart(sums), *inputs[1:])
         return _Plan(jax.jit(begin), mask, split.num, split.tail > 0)
 
     def _call(self, static: Static | None, inputs: _Inputs) -> Call:
@@ -189,13 +190,13 @@ class TrainStep:
         micro = self._microbatch(constants, inputs, index)
         return window.fold_micro(sums, micro, split.tail if constants.tail else split.size, index, self._options)
 
-    def _finish_window(
-        self, constants: _Constants, rest: TrainState, sums: Window, args: Any, kwargs: Any
+    def _finish_window(  # noqa: PLR0917
+        self, constants: _Constants, rest: TrainState, buffer: GradBuffer, sums: Window, args: Any, kwargs: Any
     ) -> tuple[TrainState, dict[str, Any]]:
         inputs = _Inputs(rest.params, args, kwargs)
         like = jax.eval_shape(functools.partial(self._microbatch, constants), inputs, np.int32(0))
         call = self._call(constants.static, inputs)
-        sums = window.close(sums, call.split)
+        sums = window.close(sums._replace(buffer=buffer), call.split)
         state = put_together(dataclasses.replace(rest, buffer=sums.buffer), constants.static)
         state, metrics = self._end_window(call, list(constants.mask), state, sums, like)
         return take_apart(state)[0], metrics
@@ -226,6 +227,11 @@ class TrainStep:
         state = dataclasses.replace(state, buffer=sums.buffer)
         state, metrics = update.update_state(optimizer, state, call_optimizer, may_be_empty=options.skip_nonfinite)
         return state, {"loss": loss, **metrics} | ({"aux": aux} if options.has_aux else {})
+
+
+def _apart(sums: Window) -> tuple[GradBuffer, Window]:
+    """The buffer, whose memory is reused, and the rest."""
+    return sums.buffer, sums._replace(buffer=None)
 
 
 def _without_buffer(state: TrainState) -> TrainState:

@@ -28,7 +28,7 @@ class Window(NamedTuple):
       kept: `[count]` boolean, which microbatches were folded in; None where none is left out.
     """
 
-    buffer: GradBuffer
+    buffer: Any
     loss: jax.Array
     weight: jax.Array | None
     aux: list[Any]

@@ -18,7 +18,24 @@ OPTIMIZER = optax.adam(1e-3)
 
 @pytest.fixture(scope="module")
 def model():
-    return models.transformer(rows=16, layers=1, width=32, tokens=16)
+    return models.transformer(rows=16, width=32)
+
+
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """What a plan compiles is compiled once for all tests that ask for the same."""
+    compile_for = memory._Step.memory
+
+    def memory_of(self, number):
+        key = self._loss_fn, number, self.options
+        if key not in KNOWN:
+            KNOWN[key] = compile_for(self, number)
+        return KNOWN[key]
+
+    monkeypatch.setattr(memory._Step, "memory", memory_of)
+
+
+KNOWN = {}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +57,7 @@ class TestPlan:
         assert (found.best, found.budget_bytes) == (1, None)
 
     @pytest.mark.parametrize("num", [1, 2, 4, 8, 16])
-    def test_a_budget_just_above_and_just_below_a_candidate(self, model, sizes, num):
+    def test_a_budget_just_above_and_just_below_a_candidate(self, model, sizes, compiled_once, num):
         assert sorted(sizes.values(), reverse=True) == list(sizes.values())
         options = {"optimizer": OPTIMIZER, "candidates": sizes}
         assert fg.plan(model.loss_fn, model.params, model.batch, budget_bytes=sizes[num], **options).best == num
@@ -59,7 +76,7 @@ class TestPlan:
         assert found.candidates[0].memory.temp_size_in_bytes == analysis.temp_size_in_bytes
         assert found.candidates[0].memory.output_size_in_bytes == analysis.output_size_in_bytes
 
-    def test_measured_the_fastest_that_fits_is_the_best(self, model, sizes, monkeypatch):
+    def test_measured_the_fastest_that_fits_is_the_best(self, model, sizes, compiled_once, monkeypatch):
         times = {1: 0.1, 2: 5.0, 4: 3.0, 8: 4.0, 16: 9.0}
         monkeypatch.setattr(memory._Step, "seconds", lambda self, number: times[number])
         options = {"optimizer": OPTIMIZER, "budget_bytes": sizes[2]}
@@ -87,7 +104,7 @@ class TestPlan:
         with pytest.raises(TypeError, match="measure=True runs the steps and needs arrays"):
             fg.plan(model.loss_fn, shapes(model.params), model.batch, measure=True)
 
-    def test_it_prints_as_a_table(self, model, sizes):
+    def test_it_prints_as_a_table(self, model, sizes, compiled_once):
         text = str(fg.plan(model.loss_fn, model.params, model.batch, optimizer=OPTIMIZER, budget_bytes=sizes[4]))
         assert re.search(r"^ *microbatches +arguments +temporary +new output +total +fits$", text, re.MULTILINE)
         assert re.search(r"^ *4 .* yes <-$", text, re.MULTILINE)

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import flax.linen
 import jax
@@ -13,6 +14,12 @@ from flax import nnx
 import funcgrad as fg
 
 OPTIMIZER = optax.adam(1e-2)
+
+
+@pytest.fixture(params=["auto", "host"], autouse=True)
+def form(request, monkeypatch):
+    """Everything holds for a step in one program, and for one whose microbatches the host drives."""
+    monkeypatch.setattr(fg, "train_step", functools.partial(fg.train_step, loop=request.param))
 
 
 def quadratic(params, x):

@@ -1,0 +1,201 @@
+"""How a training step goes: one program, or the program of one microbatch driven from the host."""
+
+import gc
+import re
+import weakref
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import pytest
+from comparison import FLOAT32_TOLERANCE, relative_difference
+
+import funcgrad as fg
+from funcgrad import loops, work
+
+OPTIMIZER = optax.adam(1e-3)
+SIZES = {name: models.BENCHMARK[name] for name in ("mlp", "convolutional", "transformer", "recurrent")}
+
+
+def lowered(name, num, **options):
+    model = SIZES[name]()
+    state = jax.eval_shape(lambda params: fg.TrainState.create(params, OPTIMIZER), model.params)
+    return fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=num, **options).lower(state, model.batch)
+
+
+class TestChoice:
+    @pytest.mark.parametrize("name", SIZES)
+    def test_the_host_drives_convolutions_on_cpu(self, name):
+        on_host = name == "convolutional" and jax.default_backend() == "cpu"
+        assert list(lowered(name, 4).programs) == (["microbatch", "update"] if on_host else ["step"])
+
+    def test_very_small_microbatches_stay_in_one_program(self):
+        model = models.convolutional(rows=8)
+        closed = jax.make_jaxpr(jax.grad(model.loss_fn))(model.params, model.batch)
+        assert work.arithmetic(closed.jaxpr) < loops.MIN_WORK_OF_A_CALL
+        assert not loops.prefers_host(closed, "cpu")
+
+    def test_more_microbatches_than_are_unrolled(self):
+        model = models.convolutional(rows=64)
+        for num, loop in ((32, 0), (64, 1)):
+            fun = fg.value_and_grad(model.loss_fn, num_microbatches=num)
+            scans = str(jax.make_jaxpr(fun)(model.params, model.batch)).count("scan[")
+            assert scans == (loop if jax.default_backend() == "cpu" else 1)
+
+    def test_inside_jit_it_is_one_program(self):
+        model = models.convolutional(rows=8)
+        step = fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=4, loop="host")
+        state = fg.TrainState.create(model.params, OPTIMIZER)
+        inside, _ = jax.jit(step)(state, model.batch)
+        outside, _ = step(jax.tree.map(jnp.copy, state), model.batch)
+        assert relative_difference(inside.params, outside.params) <= FLOAT32_TOLERANCE
+
+    def test_a_smaller_last_microbatch_is_a_program_of_its_own(self):
+        model = models.convolutional(rows=10)
+        step = fg.train_step(model.loss_fn, OPTIMIZER, microbatch_size=4, loop="host")
+        state = fg.TrainState.create(model.params, OPTIMIZER)
+        assert list(step.lower(state, model.batch).programs) == ["microbatch", "tail", "update"]
+        text = step.lower(state, model.batch).as_text()
+        assert text.count("func.func public @main") == 3
+        state, metrics = step(state, model.batch)
+        assert metrics["weight"] == 10
+        np.testing.assert_allclose(metrics["loss"], model.loss_fn(model.params, model.batch), rtol=1e-5)
+
+
+class TestHost:
+    @pytest.mark.parametrize("name", ["mlp", "convolutional", "transformer", "recurrent"])
+    def test_it_equals_the_other_loops(self, name):
+        model = getattr(models, name)()
+        results = {}
+        for loop in ("host", "scan", "unroll", "ordered", 2):
+            step = fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=4, loop=loop)
+            state = fg.TrainState.create(model.params, OPTIMIZER)
+            for _ in range(2):
+                state, metrics = step(state, model.batch)
+            results[loop] = (state, metrics)
+        for loop, result in results.items():
+            # Adam's first steps are signs of gradients, which rounding may turn where they are zero.
+            assert relative_difference(result[1], results["scan"][1]) <= 1e-4, loop
+            assert relative_difference(result[0].params, results["scan"][0].params) <= 1e-4, loop
+
+    def test_keys_aux_and_what_is_skipped(self):
+        def loss_fn(params, x, key):
+            noise = jax.random.normal(key, x.shape)
+            return jnp.mean(params["w"] * (x + noise)), {"noise": jnp.mean(noise), "rows": len(x)}
+
+        x = jnp.arange(12.0).at[4].set(jnp.nan)
+        results = []
+        for loop in ("host", "scan"):
+            options = {"num_microbatches": 4, "key_argnums": 2, "has_aux": True, "aux": {"noise": "mean", "rows": "sum"}}
+            step = fg.train_step(loss_fn, optax.sgd(0.1), skip_nonfinite=True, loop=loop, **options)
+            state = fg.TrainState.create({"w": jnp.array(1.0), "name": "net"}, optax.sgd(0.1))
+            state, metrics = step(state, x, jax.random.key(0))
+            results.append((state.params["w"], metrics))
+        assert results[0][1]["skipped"] == 1
+        assert results[0][1]["aux"]["rows"] == 9
+        assert relative_difference(*results) <= FLOAT32_TOLERANCE
+
+    def test_what_is_wrong_is_found_before_anything_is_given_away(self):
+        model = models.mlp()
+        good = fg.TrainState.create(model.params, OPTIMIZER)
+        calls = []
+
+        def fails_in_update(updates, state, params=None):
+            calls.append(1)
+            raise KeyError("no such parameter")
+
+        broken = optax.GradientTransformation(OPTIMIZER.init, fails_in_update)
+        options = {"num_microbatches": 4, "loop": "host"}
+        for make, error, text in (
+            (lambda: fg.train_step(model.loss_fn, broken, **options), KeyError, "no such parameter"),
+            (
+                lambda: fg.train_step(model.loss_fn, optax.sgd(0.1, momentum=0.9), **options),
+                ValueError,
+                "opt_state is not of this",
+            ),
+            (lambda: fg.train_step(lambda params, batch: params, OPTIMIZER, **options), TypeError, "must be a real scalar"),
+        ):
+            with pytest.raises(error, match=text):
+                make()(good, model.batch)
+        assert len(calls) == 1
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(good))
+        step = fg.train_step(model.loss_fn, OPTIMIZER, **options)
+        step(good, model.batch)
+        with pytest.raises(ValueError, match="this state was overwritten"):
+            step(good, model.batch)
+
+    def test_a_plan_keeps_no_arrays_alive(self):
+        model = models.mlp()
+        step = fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=4, loop="host")
+        batch = jax.tree.map(jnp.copy, model.batch)
+        alive = weakref.ref(batch["x"])
+        state, _ = step(fg.TrainState.create(model.params, OPTIMIZER), batch)
+        del batch
+        gc.collect()
+        assert alive() is None
+        assert state.step == 1
+
+    def test_numpy_batches(self):
+        model = models.mlp()
+        step = fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=4, loop="host")
+        _, metrics = step(fg.TrainState.create(model.params, OPTIMIZER), jax.tree.map(np.asarray, model.batch))
+        np.testing.assert_allclose(metrics["loss"], model.loss_fn(model.params, model.batch), rtol=1e-5)
+
+
+class TestCosts:
+    """Counts from the compiler, at the sizes that the benchmarks use."""
+
+    @pytest.mark.parametrize("name", SIZES)
+    def test_temporary_memory_is_that_of_a_hand_written_scan(self, name):
+        model, num = SIZES[name](), 8
+        scan = models.hand_written_scan(model.loss_fn, num)
+
+        def step(params, opt_state, batch):
+            loss, grads = scan(params, batch)
+            updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        opt_state = jax.eval_shape(OPTIMIZER.init, model.params)
+        theirs = jax.jit(step, donate_argnums=(0, 1)).lower(model.params, opt_state, model.batch).compile()
+        ours = lowered(name, num).compile()
+        assert ours.memory_analysis().temp_size_in_bytes <= 1.1 * theirs.memory_analysis().temp_size_in_bytes
+
+    @pytest.mark.parametrize("name", ["convolutional", "transformer"])
+    def test_an_ordered_loop_has_the_memory_of_a_scan(self, name):
+        model = SIZES[name]()
+        sizes = {}
+        for loop in ("scan", "ordered", "unroll"):
+            fun = jax.jit(fg.value_and_grad(model.loss_fn, num_microbatches=4, loop=loop))
+            sizes[loop] = fun.lower(model.params, model.batch).compile().memory_analysis().temp_size_in_bytes
+        assert sizes["ordered"] <= 1.2 * sizes["scan"]
+        if jax.default_backend() == "cpu":
+            assert sizes["unroll"] >= 1.5 * sizes["scan"]  # or there would be no need for it
+
+    @pytest.mark.parametrize("name", SIZES)
+    def test_programs_do_not_grow_with_the_number_of_microbatches(self, name):
+        """What is compiled at 64 microbatches has as many operations as at 8; the numbers in it differ."""
+        operations = [len(re.findall(r"= .*stablehlo", lowered(name, num).as_text())) for num in (8, 64)]
+        assert operations[1] <= 1.02 * operations[0]
+
+    @pytest.mark.parametrize("name", SIZES)
+    def test_a_microbatch_costs_what_a_hand_written_one_costs(self, name):
+        model, total = SIZES[name](), models.total_loss(SIZES[name]().loss_fn)
+        microbatch = jax.tree.map(lambda leaf: leaf[::8], model.batch)
+
+        def add(sums, params, microbatch):
+            (value, weight), grads = jax.value_and_grad(total, has_aux=True)(params, microbatch)
+            return jax.tree.map(jnp.add, sums, grads), value / weight
+
+        zeros = jax.tree.map(jnp.zeros_like, model.params)
+        theirs = jax.jit(add, donate_argnums=0).lower(zeros, model.params, microbatch).compile().cost_analysis()
+        state = jax.eval_shape(lambda params: fg.TrainState.create(params, OPTIMIZER), model.params)
+        backward = fg.micro_steps(model.loss_fn, OPTIMIZER).backward.lower(state, microbatch)
+        driven = lowered(name, 8, loop="host").programs["microbatch"]
+        # The one that the host drives also takes its rows out of the batch.
+        rows = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(model.batch))
+        for program, extra in ((backward, 0), (driven, rows)):
+            ours = program.compile().cost_analysis()
+            assert ours["flops"] <= 1.05 * theirs["flops"]
+            assert ours["bytes accessed"] <= 1.05 * theirs["bytes accessed"] + extra
