@@ -23,15 +23,18 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help="mlp, convolutional, transformer, recurrent; all if left out")
     parser.add_argument("--microbatches", nargs="+", type=int, help="2 8 32 if left out")
-    parser.add_argument("--rounds", type=int, help="how often each contender runs; 30 if left out")
+    parser.add_argument("--rounds", type=int, help="rounds; if left out 30, or as many as take 15 s")
     parser.add_argument("--device", choices=("cpu", "gpu", "tpu"), help="JAX's default if left out")
     parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out, 'PyTorch compiled' for example")
     parser.add_argument("--quick", action="store_true", help="the MLP and the convolutional network, 8 microbatches, 5 rounds")
     parser.add_argument("--output", type=Path, help="the folder for JSON, plot and table; benchmarks/results if left out")
     options = parser.parse_args(arguments)
     quick = options.quick
-    options.models = options.models or (["mlp", "convolutional"] if quick else ["mlp", "convolutional", "transformer", "recurrent"])
+    options.models = options.models or (
+        ["mlp", "convolutional"] if quick else ["mlp", "convolutional", "transformer", "recurrent"]
+    )
     options.microbatches = options.microbatches or ([8] if quick else [2, 8, 32])
+    options.seconds = 0 if quick or options.rounds else 15
     options.rounds = options.rounds or (5 if quick else 30)
     return options
 
@@ -70,12 +73,15 @@ def measure(name: str, num: int, options: argparse.Namespace, progress: Any) -> 
         }  # fmt: skip
         progress.advance(task)
     times: dict[str, list[float]] = {contender: [] for contender in ready}
-    for _ in range(options.rounds):
+    began, rounds = time.perf_counter(), 0
+    while rounds < options.rounds or time.perf_counter() - began < options.seconds:
+        rounds += 1
         for contender, made in ready.items():
             start = time.perf_counter()
             jax.block_until_ready(made.run())
             times[contender].append(time.perf_counter() - start)
         progress.advance(task)
+    progress.console.print(f"{rounds} rounds of {name}, N={num}")
     medians = {contender: statistics.median(each) for contender, each in times.items()}
     reference = min(medians[contender] for contender in REFERENCES if contender in medians)
     for contender, row in rows.items():
@@ -90,7 +96,11 @@ def as_markdown(rows: list[dict[str, Any]], where: str) -> str:
     cases = list(dict.fromkeys((row["model"], row["microbatches"]) for row in rows))
     by_place = {(row["model"], row["microbatches"], row["contender"]): row for row in rows}
     lines = [where, ""]
-    for title, cell in (("Milliseconds a step (ratio)", _time_cell), ("Temporary memory, MB", _memory_cell), ("First call, s", _first)):
+    for title, cell in (
+        ("Milliseconds a step (ratio)", _time_cell),
+        ("Temporary memory, MB", _memory_cell),
+        ("First call, s", _first),
+    ):
         lines += [f"**{title}**", "", "| | " + " | ".join(f"{model}<br>N={num}" for model, num in cases) + " |"]
         lines.append("|---|" + "---:|" * len(cases))
         for contender in contenders:
@@ -121,7 +131,9 @@ def plot(rows: list[dict[str, Any]]) -> Any:
 
     names = list(dict.fromkeys(row["model"] for row in rows))
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    figure, panels = plt.subplots(len(names), 1, figsize=(9, 2.6 * len(names)), layout="constrained", squeeze=False, sharex=False)
+    figure, panels = plt.subplots(
+        len(names), 1, figsize=(9, 2.6 * len(names)), layout="constrained", squeeze=False, sharex=False
+    )
     colors = dict(zip(contenders, plt.get_cmap("tab20").colors, strict=False))  # pyright: ignore[reportAttributeAccessIssue]
     for panel, name in zip(panels[:, 0], names, strict=True):
         numbers = sorted({row["microbatches"] for row in rows if row["model"] == name})
@@ -160,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
                 console.print(f"[bold]{name}, N={num}[/bold]: {line}", highlight=False)
     device = jax.devices()[0]
     versions = f"jax {jax.__version__}, Python {platform.python_version()}"
-    where = f"{device.device_kind} ({device.platform}), {os.cpu_count()} cores, {versions}, {options.rounds} rounds."
+    where = f"{device.device_kind} ({device.platform}), {os.cpu_count()} cores, {versions}, {options.rounds} rounds or more."
     table = as_markdown(rows, where)
     console.print(Markdown(table.replace("<br>", " ")))
     output = options.output or HERE / "results"

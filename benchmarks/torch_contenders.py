@@ -82,7 +82,10 @@ def _inputs(name: str, device: str) -> tuple[Any, ...]:
     tokens = lambda length: torch.randint(0, 128, (64, length), generator=generator)
     made: dict[str, Callable[[], tuple[Any, ...]]] = {
         "mlp": lambda: (torch.randn(256, 64, generator=generator), torch.randint(0, 10, (256,), generator=generator)),
-        "convolutional": lambda: (torch.randn(64, 1, 28, 28, generator=generator), torch.randint(0, 10, (64,), generator=generator)),
+        "convolutional": lambda: (
+            torch.randn(64, 1, 28, 28, generator=generator),
+            torch.randint(0, 10, (64,), generator=generator),
+        ),
         "transformer": lambda: (tokens(64), torch.ones(64, 64)),
         "recurrent": lambda: (tokens(65),),
     }
