@@ -68,9 +68,8 @@ def measure(name: str, num: int, options: argparse.Namespace, progress: Any) -> 
         seconds = time.perf_counter() - start
         temporary = made.temporary() if made.temporary else None
         ready[contender] = made
-        rows[contender] = {
-            "model": name, "microbatches": num, "contender": contender, "first_call_seconds": seconds, "temporary_bytes": temporary,
-        }  # fmt: skip
+        where = {"model": name, "microbatches": num, "contender": contender}
+        rows[contender] = where | {"first_call_seconds": seconds, "temporary_bytes": temporary}
         progress.advance(task)
     times: dict[str, list[float]] = {contender: [] for contender in ready}
     began, rounds = time.perf_counter(), 0
@@ -154,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write."""
     options = read_arguments(arguments)
     if options.device:
-        os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(options.device, options.device)
+        os.environ["JAX_PLATFORMS"] = "cuda" if options.device == "gpu" else str(options.device)
     sys.path.insert(0, str(HERE))
     import jax
     from rich.console import Console

@@ -1,5 +1,6 @@
 """The same steps in PyTorch: modules of the same sizes, gradients accumulated by its loop, Adam."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [64, 512, 512, 512, 512]
-        hidden = [layer for pair in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(*pair), nn.Tanh())]
+        hidden = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
         self.layers = nn.Sequential(*hidden, nn.Linear(512, 10))
 
     def forward(self, x: Any, y: Any) -> Any:

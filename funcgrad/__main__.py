@@ -93,7 +93,8 @@ class _Progress:
         except ImportError:
             self._bar = None
         else:
-            self._bar = Progress(console=Console(stderr=True), transient=True)
+            console = Console(stderr=True)
+            self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
             self._task = self._bar.add_task("compiling", total=None)
 
     def __enter__(self) -> None:

@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 class TestPlan:
     def test_a_table_and_a_plot(self, folder, capsys):
-        arguments = ["plan", "planned:subject", "--budget", "150KiB", "--candidates", "1,4,16", "--optimizer", "adam"]
+        arguments = ["plan", "planned:subject", "--budget", "170KiB", "--candidates", "1,4,16", "--optimizer", "adam"]
         assert command_line.main([*arguments, "--plot", "plan.png"]) == 0
         output, progress = capsys.readouterr()
         assert re.search(r"^ *16 .* yes <-$", output, re.MULTILINE)
@@ -55,7 +55,7 @@ class TestPlan:
     )
     def test_what_is_wrong_is_said_in_a_line(self, folder, capsys, arguments, text):
         assert command_line.main(["plan", *arguments]) == 1
-        assert re.search(rf"^error: .*{text}", capsys.readouterr().err)
+        assert re.search(rf"^error: .*{text}", capsys.readouterr().err, re.MULTILINE)
 
 
 class TestBench:
