@@ -131,9 +131,16 @@ def _multi_steps(model: models.Model, num: int) -> Contender:
     return Contender(run, lambda: _temporary(step.lower(*held, microbatches[0])))
 
 
-def _train_step(model: models.Model, num: int) -> Contender:
+def host_and_bare(num: int = 32) -> tuple[Contender, Contender]:
+    """A step of a very small model, driven from the host by `train_step`, and by a bare loop over a compiled program."""
+    model = models.mlp(rows=2 * num, inputs=4, width=4)
+    return _train_step(model, num, loop="host"), _stream(model, num)
+
+
+def _train_step(model: models.Model, num: int, loop: str = "auto") -> Contender:
     optimizer = optax.adam(LEARNING_RATE)
-    step, held = fg.train_step(model.loss_fn, optimizer, num_microbatches=num), [fg.TrainState.create(model.params, optimizer)]
+    step = fg.train_step(model.loss_fn, optimizer, num_microbatches=num, loop=loop)
+    held = [fg.TrainState.create(model.params, optimizer)]
 
     def run() -> Any:
         held[0], metrics = step(held[0], model.batch)

@@ -89,6 +89,22 @@ def measure(name: str, num: int, options: argparse.Namespace, progress: Any) -> 
     return list(rows.values())
 
 
+def host_overhead(num: int = 32, rounds: int = 60) -> float:
+    """What it costs that the host drives a microbatch, beyond the bare call of its program: seconds, from medians."""
+    import jax
+    from contenders import host_and_bare
+
+    pair = host_and_bare(num)
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for contender, seconds in zip(pair, times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(contender.run())
+            seconds.append(time.perf_counter() - start)
+    driven, bare = (statistics.median(seconds[3:]) for seconds in times)
+    return (driven - bare) / num
+
+
 def as_markdown(rows: list[dict[str, Any]], where: str) -> str:
     """A table for people: milliseconds, and the ratio to the best hand-written form in brackets."""
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
@@ -171,7 +187,11 @@ def main(arguments: list[str] | None = None) -> int:
                 console.print(f"[bold]{name}, N={num}[/bold]: {line}", highlight=False)
     device = jax.devices()[0]
     versions = f"jax {jax.__version__}, Python {platform.python_version()}"
-    where = f"{device.device_kind} ({device.platform}), {os.cpu_count()} cores, {versions}, {options.rounds} rounds or more."
+    overhead = 1e6 * host_overhead()
+    where = (
+        f"{device.device_kind} ({device.platform}), {os.cpu_count()} cores, {versions}, {options.rounds} rounds or more. "
+        f"Driving a microbatch from the host costs {overhead:.0f} microseconds beyond the bare call of its program."
+    )
     table = as_markdown(rows, where)
     console.print(Markdown(table.replace("<br>", " ")))
     output = options.output or HERE / "results"
