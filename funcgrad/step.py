@@ -182,13 +182,13 @@ class TrainStep:
         call = self._call(constants.static, inputs)
         index = call.split.num if constants.tail else index
         micro = call.differentiate(list(constants.mask), call.arguments(index), call.split.rows_of(index))
-        reducers.check_aux(self._options.aux, micro.aux)
+        reducers.check_aux(self._options.aux, micro.aux, call.split.rows_of(index))
         return micro
 
     def _fold_microbatch(self, constants: _Constants, sums: Window, inputs: _Inputs, index: Any) -> Window:
         split = self._call(constants.static, inputs).split
         micro = self._microbatch(constants, inputs, index)
-        return window.fold_micro(sums, micro, split.tail if constants.tail else split.size, index, self._options)
+        return window.fold_micro(sums, micro, split, split.num if constants.tail else index, self._options)
 
     def _finish_window(  # noqa: PLR0917
         self, constants: _Constants, rest: TrainState, buffer: GradBuffer, sums: Window, args: Any, kwargs: Any
@@ -217,7 +217,7 @@ class TrainStep:
 
     def _end_window(self, call: Call, mask: list[bool], state: TrainState, sums: Window, like: Micro) -> tuple[TrainState, Any]:
         options, optimizer = self._options, self._optimizer
-        loss, aux = window.read_window(sums, like, options)
+        loss, aux = window.read_window(sums, like, call.split, options)
 
         def call_optimizer(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             value_fn = functools.partial(window.batch_loss, call, mask, sums.kept)

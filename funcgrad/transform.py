@@ -64,7 +64,9 @@ def value_and_grad(
         (`jax.random.fold_in`), so each microbatch draws its own numbers; a single microbatch gets it as it is.
         A typed key that is not named is an error, and so is one among the parameters from which the loss draws. (Name the
         parameters' own argument to have the keys in it folded; give them new keys at each step, then.)
-      aux: how each leaf of aux is reduced: `"mean"`, weighted like the loss, or `"sum"`, or a pytree prefix of these.
+      aux: how each leaf of aux is reduced: `"mean"`, weighted like the loss; `"sum"`; `"max"`; `"last"`; `"stack"`, one on top
+        of the other; `"concat"`, rows in the order of the batch; a function `(old, new, index) -> merged`, called from the
+        second microbatch on; or a pytree prefix of these.
       trainable: which leaves of the differentiated arguments are trained: a predicate `(path, leaf) -> bool` as for
         `jax.tree_util.tree_map_with_path`, or a pytree prefix of booleans. The others get None and cost no backward pass.
       skip_nonfinite: leave out a microbatch whose loss or gradients hold NaN or infinity, numerator and denominator. If none
@@ -237,18 +239,19 @@ def _in_microbatches(call: Call, dtype: Any) -> tuple[Any, PyTree, PyTree]:
 
     def differentiate(index: Any) -> Micro:
         micro = call.differentiate(mask, call.arguments(index), call.split.rows_of(index))
-        reducers.check_aux(call.options.aux, micro.aux)
+        reducers.check_aux(call.options.aux, micro.aux, call.split.rows_of(index))
         return micro
 
     sums, like = window.fold_batch(call, accumulator.zeros(selected, dtype=dtype), differentiate)
-    value, aux = window.read_window(sums, like, call.options)
+    value, aux = window.read_window(sums, like, call.split, call.options)
     return value, aux, trees.cast_like(accumulator.mean(sums.buffer), selected)
 
 
 def _whole(call: Call) -> tuple[Any, PyTree, PyTree]:
     """`(loss, aux, grads)` of the batch in one piece: the computation of `jax.value_and_grad`, and nothing else."""
     micro = call.differentiate(trees.trainable_mask(call.params, call.options.trainable), call.args)
+    aux = reducers.of_one(call.options.aux, micro.aux)
     if micro.weight is None:
-        return micro.loss, micro.aux, micro.grads
+        return micro.loss, aux, micro.grads
     value, grads = jax.tree.map(lambda total: ratio(total, micro.weight), (micro.loss, micro.grads))
-    return value, micro.aux, grads
+    return value, aux, grads

@@ -57,7 +57,7 @@ def begin(split: Split, buffer: Any, weight_dtype: Any, like: Micro, options: Op
     dtype = trees.at_least_float32(trees.dtype_of(like.loss))
     kept = jnp.zeros(split.count, bool) if options.skip_nonfinite else None
     weight = None if like.weight is None and not options.skip_nonfinite else jnp.zeros((), weight_dtype)
-    return Window(buffer, jnp.zeros((), dtype), weight, reducers.init(options.aux, like.aux), kept)
+    return Window(buffer, jnp.zeros((), dtype), weight, reducers.init(options.aux, like.aux, split), kept)
 
 
 def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[Any], Micro]) -> tuple[Window, Micro]:
@@ -77,11 +77,11 @@ def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[Any], Mi
         return begin(split, buffer, buffer.weight.dtype, like, options)
 
     def fold(window: Window, micro: Micro, index: Any) -> Window:
-        return fold_micro(window, micro, split.size, index, options)
+        return fold_micro(window, micro, split, index, options)
 
     window, like = loops.fold_over(differentiate, init, fold, split.num, options.loop)
     if split.tail:
-        window = fold_micro(window, differentiate(split.num), split.tail, split.num, options)
+        window = fold_micro(window, differentiate(split.num), split, split.num, options)
     return close(window, split), like
 
 
@@ -131,8 +131,9 @@ def weigh(micro: Micro, rows: int, skip_nonfinite: bool) -> tuple[Any, Any, Any]
     return weight, scale, keep
 
 
-def fold_micro(window: Window, micro: Micro, rows: int, index: Any, options: Options) -> Window:
-    """Add one microbatch of `rows` rows to the sums."""
+def fold_micro(window: Window, micro: Micro, split: Split, index: Any, options: Options) -> Window:
+    """Add one microbatch, number `index`, to the sums; the smaller last one is `split.num`."""
+    rows = split.rows_of(index)
     weight, scale, keep = weigh(micro, rows, options.skip_nonfinite)
     loss = jnp.asarray(micro.loss).astype(window.loss.dtype)
     added = loss * rows if micro.weight is None else loss
@@ -141,7 +142,7 @@ def fold_micro(window: Window, micro: Micro, rows: int, index: Any, options: Opt
         accumulator.add_grads(window.buffer, micro.grads, scale=scale, keep=keep),
         window.loss + added,
         None if window.weight is None else window.weight + jnp.asarray(counted).astype(window.weight.dtype),
-        reducers.fold(options.aux, window.aux, micro.aux, weight, index, keep=keep),
+        reducers.fold(options.aux, window.aux, micro.aux, split, weight=weight, index=index, keep=keep),
         None if keep is None or window.kept is None else window.kept.at[index].set(keep),
     )
 
@@ -153,10 +154,10 @@ def close(window: Window, split: Split) -> Window:
     return window._replace(buffer=accumulator.add_counts(window.buffer, weight, folded, split.count - folded), weight=weight)
 
 
-def read_window(window: Window, like: Micro, options: Options) -> tuple[jax.Array, PyTree]:
+def read_window(window: Window, like: Micro, split: Split, options: Options) -> tuple[jax.Array, PyTree]:
     """The loss of this batch, `[]` in the loss's own dtype, and the reduced aux, from a window that is closed."""
     loss = ratio(window.loss, window.weight).astype(trees.dtype_of(like.loss))
-    return loss, reducers.finish(options.aux, window.aux, window.weight, like.aux)
+    return loss, reducers.finish(options.aux, window.aux, window.weight, like.aux, split)
 
 
 def buffer_mask(buffer: GradBuffer, params: PyTree, trainable: Trainable | None) -> list[bool]:

@@ -1,9 +1,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import funcgrad as fg
+from funcgrad import microbatch
 
 
 def loss_fn(w, batch):
@@ -64,3 +66,121 @@ def test_aux_that_cannot_be_reduced():
     fun = fg.value_and_grad(lambda w, x: (jnp.mean(w * x), {"name": "train"}), has_aux=True, num_microbatches=2)
     with pytest.raises(TypeError, match=r"aux\['name'\] must be numeric to be reduced over microbatches; got str"):
         fun(1.0, jnp.ones(4))
+
+
+def per_row(w, batch):
+    """Things of a microbatch, each reduced in its own way."""
+    loss = jnp.mean(w * batch["x"])
+    return loss, {
+        "max": jnp.max(batch["x"]),
+        "count": jnp.int8(3),
+        "flag": jnp.any(batch["x"] > 4),
+        "last": batch["x"][-1],
+        "stack": jnp.sum(batch["x"]),
+        "rows": {"double": 2 * batch["x"], "pair": jnp.stack([batch["x"], -batch["x"]], axis=1)},
+        "join": jnp.sum(batch["x"]),
+    }
+
+
+PER_ROW = {
+    "max": "max",
+    "count": "max",
+    "flag": "max",
+    "last": "last",
+    "stack": "stack",
+    "rows": "concat",
+    "join": lambda old, new, index: 10 * old + new + 0.0 * index,
+}
+
+
+@pytest.mark.parametrize("order", ["strided", "contiguous"])
+@pytest.mark.parametrize("options", [{"num_microbatches": 3}, {"microbatch_size": 4}, {"microbatch_size": 7}], ids=str)
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("loop", ["scan", "unroll", "ordered"])
+def test_every_reducer(loop, wrap, options, order):
+    x = jnp.array([3.0, 1.0, 4.0, 1.5, 5.0, 9.0, 2.0, 6.0, 0.5]) if "microbatch_size" in options else jnp.arange(6.0) - 2
+    fun = fg.value_and_grad(per_row, has_aux=True, aux=PER_ROW, order=order, loop=loop, **options)
+    (_, aux), _ = wrap(fun)(1.0, {"x": x})
+    split = microbatch.split(len(x), options.get("num_microbatches", 1), options.get("microbatch_size"), order)
+    parts = [np.asarray(split.take(x, 0, index)) for index in range(split.num)]
+    parts += [np.asarray(split.take_tail(x, 0))] * (split.tail > 0)
+    sums = [part.sum() for part in parts]
+    merged = sums[0]
+    for each in sums[1:]:
+        merged = 10 * merged + each
+    assert (aux["max"], aux["count"], aux["flag"], aux["last"]) == (x.max(), 3, bool((x > 4).any()), parts[-1][-1])
+    assert (aux["count"].dtype, aux["flag"].dtype) == (jnp.int8, bool)
+    np.testing.assert_allclose(aux["stack"], sums, rtol=1e-6)
+    np.testing.assert_array_equal(aux["rows"]["double"], 2 * x)  # in the order of the batch, whatever the microbatches
+    np.testing.assert_array_equal(aux["rows"]["pair"], np.stack([x, -x], axis=1))
+    np.testing.assert_allclose(aux["join"], merged, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loop", ["auto", "host"])
+def test_every_reducer_in_a_training_step(loop):
+    x = jnp.array([3.0, 1.0, 4.0, 1.5, 5.0, 9.0, 2.0])
+    step = fg.train_step(per_row, optax.sgd(0.1), microbatch_size=2, has_aux=True, aux=PER_ROW, loop=loop)
+    _, metrics = step(fg.TrainState.create(jnp.array(1.0), optax.sgd(0.1)), {"x": x})
+    (_, aux), _ = fg.value_and_grad(per_row, has_aux=True, aux=PER_ROW, microbatch_size=2)(1.0, {"x": x})
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), metrics["aux"], aux)
+
+
+def test_one_microbatch_gives_the_same_shapes():
+    x = jnp.arange(4.0)
+    one, (_, again) = (
+        fg.value_and_grad(per_row, has_aux=True, aux=PER_ROW, **options)(1.0, {"x": x})[0]
+        for options in ({"num_microbatches": 1}, {"microbatch_size": 4})
+    )
+    jax.tree.map(np.testing.assert_array_equal, one[1], again)
+
+
+def test_what_is_skipped_keeps_its_place_in_stack_and_concat():
+    x = jnp.array([1.0, jnp.nan, 5.0])
+    aux = {"max": "max", "last": "last", "stack": "stack", "concat": "concat", "join": lambda old, new, index: old + new}
+    fun = fg.value_and_grad(
+        lambda w, x: (jnp.mean(w * x), {name: (x if name == "concat" else x[0]) for name in aux}),
+        has_aux=True,
+        num_microbatches=3,
+        aux=aux,
+        skip_nonfinite=True,
+    )
+    (_, found), _ = jax.jit(fun)(1.0, x)
+    assert (found["max"], found["last"], found["join"]) == (5, 5, 6)
+    np.testing.assert_array_equal(found["stack"], x)
+    np.testing.assert_array_equal(found["concat"], x)
+
+
+@pytest.mark.parametrize(
+    ("aux", "leaf", "error", "text"),
+    [
+        ("max", lambda x: x + 1j, TypeError, r"aux is complex64\[2\]: complex numbers have no maximum"),
+        (
+            "concat",
+            lambda x: jnp.sum(x),
+            ValueError,
+            r'aux is float32\[\], but "concat" joins leaves that have a row for each .* 2',
+        ),
+        (
+            lambda old, new, index: jnp.stack([old, new]),
+            lambda x: x,
+            ValueError,
+            r"must keep the shape \(2,\) of the leaf; it gave",
+        ),
+        (
+            "median",
+            lambda x: x,
+            ValueError,
+            r"aux must be one of 'mean', 'sum', 'max', 'last', 'stack', 'concat', or a function",
+        ),
+    ],
+)
+def test_aux_that_does_not_fit_its_reducer(aux, leaf, error, text):
+    loss_fn = lambda w, x: (jnp.mean(w * x), leaf(x))
+    with pytest.raises(error, match=text):
+        fg.value_and_grad(loss_fn, has_aux=True, num_microbatches=2, aux=aux)(1.0, jnp.ones(4))
+
+
+def test_a_smaller_last_microbatch_of_another_shape():
+    fun = fg.value_and_grad(lambda w, x: (jnp.mean(w * x), x), has_aux=True, microbatch_size=2, aux="stack")
+    with pytest.raises(ValueError, match=r"aux has the shape .* and \(1,\) in the smaller last one, .* use \"concat\""):
+        fun(1.0, jnp.ones(3))
