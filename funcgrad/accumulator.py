@@ -1,6 +1,7 @@
 """GradBuffer, PyTorch's `.grad` as a value, and its verbs: zeros, accumulate, merge, total, mean, zero_grad."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ class GradBuffer:
       weight: `[]`, the running sum of the weights: float32, or float64 where a gradient is accumulated in 64 bits.
       count: `[]` int32, the microbatches folded in.
       skipped: `[]` int32, the microbatches left out because they were not finite.
-      compensation: None. (Room for the low-order parts of a compensated sum.)
+      compensation: None, or the low-order parts of `grads` and `weight` as a pair: what the additions rounded off.
     """
 
     grads: PyTree
@@ -33,13 +34,16 @@ class GradBuffer:
     compensation: PyTree = None
 
 
-def zeros(params: PyTree, *, dtype: Any = None, trainable: Trainable | None = None) -> GradBuffer:
+def zeros(params: PyTree, *, dtype: Any = None, compensated: bool = False, trainable: Trainable | None = None) -> GradBuffer:
     """An empty buffer for gradients of `params`.
 
     Args:
       params: any pytree. Leaves that have no gradient (integers, booleans, PRNG keys, None, objects) get no buffer.
       dtype: the dtype to accumulate in. None: floats narrower than 32 bits in float32, any other leaf in its own dtype.
         A real `dtype` gives complex leaves the complex dtype of its precision.
+      compensated: also keep what each addition rounds off, and add it at the end: the sum is then as exact as in twice the
+        precision, for twice the memory. It is Knuth's two-sum, which needs no comparison of magnitudes, so it is the same few
+        operations for every element.
       trainable: which leaves are trained; the others get no buffer. A predicate `(path, leaf) -> bool` as for
         `jax.tree_util.tree_map_with_path`, or a pytree prefix of booleans.
 
@@ -57,7 +61,8 @@ def zeros(params: PyTree, *, dtype: Any = None, trainable: Trainable | None = No
       {'steps': None, 'w': Array([0., 0., 0.], dtype=float32)}
 
     Reference:
-      `torch.Tensor.grad <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.grad.html>`_
+      `torch.Tensor.grad <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.grad.html>`_; Knuth, The Art of Computer
+      Programming, volume 2, 4.2.2, theorem B.
     """
     selected, _ = trees.partition(params, trees.trainable_mask(params, trainable))
 
@@ -68,7 +73,8 @@ def zeros(params: PyTree, *, dtype: Any = None, trainable: Trainable | None = No
     grads = jax.tree_util.tree_map_with_path(zero, selected)
     double = any(trees.real_dtype(leaf.dtype) == np.float64 for leaf in jax.tree.leaves(grads))
     weight = jnp.zeros((), jnp.float64 if double else jnp.float32)
-    return GradBuffer(grads, weight, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    low = jax.tree.map(jnp.zeros_like, (grads, weight)) if compensated else None
+    return GradBuffer(grads, weight, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), low)
 
 
 def accumulate(buffer: GradBuffer, grads: PyTree, weight: Any = 1.0, *, skip_nonfinite: bool = False) -> GradBuffer:
@@ -132,13 +138,14 @@ def merge(left: GradBuffer, right: GradBuffer) -> GradBuffer:
     for name, one, other in _pairs(left.grads, right.grads, ""):
         if (one is None) != (other is None):
             raise ValueError(f"both buffers must train the same leaves; only one of the two has grads{name}")
-    return dataclasses.replace(
-        left,
-        grads=jax.tree.map(jnp.add, left.grads, right.grads),
-        weight=left.weight + right.weight,
-        count=left.count + right.count,
-        skipped=left.skipped + right.skipped,
-    )
+    merged = add_grads(left, right.grads)
+    merged = add_counts(merged, right.weight, right.count, right.skipped)
+    if right.compensation is None:
+        return merged
+    low = right.compensation
+    if merged.compensation is not None:
+        low = jax.tree.map(jnp.add, merged.compensation, low)
+    return dataclasses.replace(merged, compensation=low)
 
 
 def total(buffer: GradBuffer) -> PyTree:
@@ -158,7 +165,7 @@ def total(buffer: GradBuffer) -> PyTree:
       3.0
     """
     _check_buffer(buffer, "total")
-    return buffer.grads
+    return buffer.grads if buffer.compensation is None else jax.tree.map(jnp.add, buffer.grads, buffer.compensation[0])
 
 
 def mean(buffer: GradBuffer) -> PyTree:
@@ -177,7 +184,8 @@ def mean(buffer: GradBuffer) -> PyTree:
       0.0 2.0
     """
     _check_buffer(buffer, "mean")
-    return jax.tree.map(lambda leaf: loss.ratio(leaf, buffer.weight), buffer.grads)
+    weight = buffer.weight if buffer.compensation is None else buffer.weight + buffer.compensation[1]
+    return jax.tree.map(lambda leaf: loss.ratio(leaf, weight), total(buffer))
 
 
 def zero_grad(buffer: GradBuffer) -> GradBuffer:
@@ -216,9 +224,20 @@ def fold(buffer: GradBuffer, grads: PyTree, weight: Any, *, scale: Any = None, k
 
 def add_counts(buffer: GradBuffer, weight: Any, folded: Any, skipped: Any) -> GradBuffer:
     """`buffer` with as many microbatches more, folded in with this weight or skipped; `add_grads` is for their gradients."""
-    return dataclasses.replace(
-        buffer, weight=buffer.weight + weight, count=buffer.count + folded, skipped=buffer.skipped + skipped
-    )
+    counts = {"count": buffer.count + folded, "skipped": buffer.skipped + skipped}
+    if buffer.compensation is None:
+        return dataclasses.replace(buffer, weight=buffer.weight + weight, **counts)
+    summed, low = two_sum(buffer.weight, jnp.asarray(weight).astype(buffer.weight.dtype))
+    grads_low, weight_low = buffer.compensation
+    return dataclasses.replace(buffer, weight=summed, compensation=(grads_low, weight_low + low), **counts)
+
+
+def two_sum(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`(sum, low)`: the rounded sum, and what was rounded off, so that the two together are exact (Knuth)."""
+    summed = left + right
+    shifted = summed - left
+    low = (left - (summed - shifted)) + (right - shifted)
+    return summed, jnp.where(jnp.isfinite(low), low, 0)  # of an infinite sum nothing is left
 
 
 def add_grads(buffer: GradBuffer, grads: PyTree, *, scale: Any = None, keep: Any = None) -> GradBuffer:
@@ -231,14 +250,29 @@ def add_grads(buffer: GradBuffer, grads: PyTree, *, scale: Any = None, keep: Any
       keep: `[]` boolean or None: where false, nothing is added.
     """
 
+    def kept(new: Any, old: Any) -> Any:
+        return new if keep is None else jnp.where(keep, new, old)
+
     def add(running: Any, grad: Any) -> Any:
         if running is None or grad is None:
             return running
         wide = trees.at_least_float32(running.dtype)
         grad = jnp.asarray(grad).astype(wide)
-        summed = (running.astype(wide) + (grad if scale is None else grad * scale)).astype(running.dtype)
-        return summed if keep is None else jnp.where(keep, summed, running)
+        return kept((running.astype(wide) + (grad if scale is None else grad * scale)).astype(running.dtype), running)
 
+    def add_exactly(running: Any, low: Any, grad: Any) -> Any:
+        if running is None or grad is None:
+            return running, low
+        grad = jnp.asarray(grad).astype(running.dtype)
+        summed, rounded_off = two_sum(running, grad if scale is None else grad * scale)
+        return kept(summed, running), kept(low + rounded_off, low)
+
+    if buffer.compensation is not None:
+        low, weight_low = buffer.compensation
+        columns = [jax.tree.leaves(tree, is_leaf=trees.is_none) for tree in (buffer.grads, low, grads)]
+        sums, lows = zip(*itertools.starmap(add_exactly, zip(*columns, strict=True)), strict=True)
+        treedef = jax.tree.structure(buffer.grads, is_leaf=trees.is_none)
+        return dataclasses.replace(buffer, grads=treedef.unflatten(sums), compensation=(treedef.unflatten(lows), weight_low))
     # A leaf that is no gradient (float0, from `jax.grad(..., allow_int=True)`) meets None in the buffer.
     return dataclasses.replace(buffer, grads=jax.tree.map(add, buffer.grads, grads, is_leaf=trees.is_none))
 

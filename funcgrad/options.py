@@ -61,4 +61,5 @@ class MicrobatchOptions(TypedDict, total=False):
     trainable: Trainable | None
     skip_nonfinite: bool
     dtype: Any
+    compensated: bool
     loop: loops.Loop

@@ -40,6 +40,7 @@ class TrainState:
         copy: bool = True,
         trainable: Trainable | None = None,
         dtype: Any = None,
+        compensated: bool = False,
     ) -> "TrainState":
         """The state before the first step.
 
@@ -51,7 +52,7 @@ class TrainState:
           optimizer: any optax transformation. It sees the trained leaves only.
           copy: False gives `params` away and saves the copy: after the first step its arrays are gone.
           trainable: which leaves are trained, as for `zeros`. The state says it; the steps follow it.
-          dtype: what gradients are accumulated in, as for `zeros`.
+          dtype, compensated: what gradients are accumulated in, and whether exactly, as for `zeros`.
 
         Raises:
           TypeError: `optimizer` is no optax transformation, or `dtype` does not fit.
@@ -71,7 +72,7 @@ class TrainState:
         params = jax.tree.map(_own_array if copy else trees.strongly_typed, params)
         mask = trees.trainable_mask(params, trainable, numbers=False)
         selected, _ = trees.partition(params, mask)
-        buffer = accumulator.zeros(selected, dtype=dtype)
+        buffer = accumulator.zeros(selected, dtype=dtype, compensated=compensated)
         # The optimizer may keep an array that it was handed, parameters or a learning rate, in its state.
         opt_state = _owned(optimizer.init(selected))
         return _committed_like(params, cls(_without_repeats(params), opt_state, buffer, jnp.zeros((), jnp.int32)))

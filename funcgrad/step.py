@@ -163,10 +163,11 @@ class TrainStep:
         closed, like = jax.make_jaxpr(microbatch, return_shape=True)(inputs, np.int32(0))
         if not (self._host or loops.prefers_host(closed, platform)):
             return _ONE_PROGRAM
-        weight_dtype = arrays.buffer.weight.dtype
+        # A plan keeps no arrays alive.
+        buffer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays.buffer)
 
         def begin() -> Window:
-            return window.begin(split, None, weight_dtype, like, self._options)
+            return window.begin(split, buffer, like, self._options)._replace(buffer=None)
 
         # All that can be wrong with the arguments shows here, before anything is given away.
         sums = jax.eval_shape(begin)._replace(buffer=arrays.buffer)

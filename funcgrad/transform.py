@@ -30,6 +30,7 @@ def value_and_grad(
     trainable: Trainable | None = None,
     skip_nonfinite: bool = False,
     dtype: Any = None,
+    compensated: bool = False,
     loop: Loop = "auto",
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` over microbatches: the same call, the same answer, the activations of one microbatch.
@@ -72,6 +73,7 @@ def value_and_grad(
       skip_nonfinite: leave out a microbatch whose loss or gradients hold NaN or infinity, numerator and denominator. If none
         is left, loss and gradients are zeros.
       dtype: what to accumulate in; None: float32 for narrower floats, else the leaf's own.
+      compensated: also keep what the additions round off, as for `zeros`: for very many microbatches.
       loop: `"scan"`; an integer, how many microbatches a loop body holds; `"unroll"`, which lets XLA compute them side by side;
         `"ordered"`, unrolled but in turn, with the memory of a scan; or `"auto"`: inside a trace a scan, but unrolled on CPU
         where the loss holds a convolution and there are at most 32 microbatches (a scan is 5 to 10 times slower there).
@@ -114,7 +116,7 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         if options.splits or skip_nonfinite:
-            value, aux_value, grads = _in_microbatches(Call(fun, options, args, kwargs), dtype)
+            value, aux_value, grads = _in_microbatches(Call(fun, options, args, kwargs), dtype, compensated)
         else:
             value, aux_value, grads = _whole(Call(fun, options, args, kwargs, whole=True))
         return ((value, aux_value) if has_aux else value), grads
@@ -231,7 +233,7 @@ def backward(
     return backward_fun
 
 
-def _in_microbatches(call: Call, dtype: Any) -> tuple[Any, PyTree, PyTree]:
+def _in_microbatches(call: Call, dtype: Any, compensated: bool) -> tuple[Any, PyTree, PyTree]:
     """`(loss, aux, grads)`, accumulated."""
     mask = trees.trainable_mask(call.params, call.options.trainable)
     selected, _ = trees.partition(call.params, mask)
@@ -242,7 +244,7 @@ def _in_microbatches(call: Call, dtype: Any) -> tuple[Any, PyTree, PyTree]:
         reducers.check_aux(call.options.aux, micro.aux, call.split.rows_of(index))
         return micro
 
-    sums, like = window.fold_batch(call, accumulator.zeros(selected, dtype=dtype), differentiate)
+    sums, like = window.fold_batch(call, accumulator.zeros(selected, dtype=dtype, compensated=compensated), differentiate)
     value, aux = window.read_window(sums, like, call.split, call.options)
     return value, aux, trees.cast_like(accumulator.mean(sums.buffer), selected)
 

@@ -24,6 +24,7 @@ class Window(NamedTuple):
       buffer: the gradients, on top of what the buffer held before; its weight and counts follow in `close`.
       loss: `[]`, the sum of the totals.
       weight: `[]`, the sum of the weights; None where it is the number of rows.
+      weight_low: `[]`, what that sum rounded off, where the buffer is compensated; else None.
       aux: the running values of aux.
       kept: `[count]` boolean, which microbatches were folded in; None where none is left out.
     """
@@ -31,6 +32,7 @@ class Window(NamedTuple):
     buffer: Any
     loss: jax.Array
     weight: jax.Array | None
+    weight_low: jax.Array | None
     aux: list[Any]
     kept: jax.Array | None
 
@@ -52,12 +54,13 @@ def check_call(call: Call, *, in_state: bool = False) -> None:
         call.check_param_keys(lambda: call.arguments(0))
 
 
-def begin(split: Split, buffer: Any, weight_dtype: Any, like: Micro, options: Options) -> Window:
-    """The sums before the first microbatch, on top of `buffer`; `like` tells shapes and dtypes only."""
+def begin(split: Split, buffer: GradBuffer, like: Micro, options: Options) -> Window:
+    """The sums before the first microbatch, on top of `buffer`, or of its shapes; `like` tells shapes and dtypes only."""
     dtype = trees.at_least_float32(trees.dtype_of(like.loss))
     kept = jnp.zeros(split.count, bool) if options.skip_nonfinite else None
-    weight = None if like.weight is None and not options.skip_nonfinite else jnp.zeros((), weight_dtype)
-    return Window(buffer, jnp.zeros((), dtype), weight, reducers.init(options.aux, like.aux, split), kept)
+    weight = None if like.weight is None and not options.skip_nonfinite else jnp.zeros((), buffer.weight.dtype)
+    weight_low = None if weight is None or buffer.compensation is None else jnp.zeros_like(weight)
+    return Window(buffer, jnp.zeros((), dtype), weight, weight_low, reducers.init(options.aux, like.aux, split), kept)
 
 
 def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[Any], Micro]) -> tuple[Window, Micro]:
@@ -74,7 +77,7 @@ def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[Any], Mi
     options, split = call.options, call.split
 
     def init(like: Micro) -> Window:
-        return begin(split, buffer, buffer.weight.dtype, like, options)
+        return begin(split, buffer, like, options)
 
     def fold(window: Window, micro: Micro, index: Any) -> Window:
         return fold_micro(window, micro, split, index, options)
@@ -138,10 +141,19 @@ def fold_micro(window: Window, micro: Micro, split: Split, index: Any, options: 
     loss = jnp.asarray(micro.loss).astype(window.loss.dtype)
     added = loss * rows if micro.weight is None else loss
     added, counted = (part if keep is None else jnp.where(keep, part, 0) for part in (added, weight))
+    weight_sum, weight_low = window.weight, window.weight_low
+    if weight_sum is not None:
+        counted = jnp.asarray(counted).astype(weight_sum.dtype)
+        if weight_low is None:
+            weight_sum = weight_sum + counted
+        else:
+            weight_sum, low = accumulator.two_sum(weight_sum, counted)
+            weight_low = weight_low + low
     return Window(
         accumulator.add_grads(window.buffer, micro.grads, scale=scale, keep=keep),
         window.loss + added,
-        None if window.weight is None else window.weight + jnp.asarray(counted).astype(window.weight.dtype),
+        weight_sum,
+        weight_low,
         reducers.fold(options.aux, window.aux, micro.aux, split, weight=weight, index=index, keep=keep),
         None if keep is None or window.kept is None else window.kept.at[index].set(keep),
     )
@@ -151,7 +163,10 @@ def close(window: Window, split: Split) -> Window:
     """The window after its last microbatch, with weight and counts."""
     weight = jnp.asarray(split.rows, window.buffer.weight.dtype) if window.weight is None else window.weight
     folded = split.count if window.kept is None else jnp.sum(window.kept, dtype=jnp.int32)
-    return window._replace(buffer=accumulator.add_counts(window.buffer, weight, folded, split.count - folded), weight=weight)
+    buffer = accumulator.add_counts(window.buffer, weight, folded, split.count - folded)
+    if window.weight_low is not None:
+        buffer = accumulator.add_counts(buffer, window.weight_low, 0, 0)
+    return window._replace(buffer=buffer, weight=weight)
 
 
 def read_window(window: Window, like: Micro, split: Split, options: Options) -> tuple[jax.Array, PyTree]:
