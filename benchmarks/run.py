@@ -21,7 +21,8 @@ REFERENCES = ("scan", "stream")  # written by hand, with the memory of one micro
 def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", help="mlp, convolutional, transformer, recurrent; all if left out")
+    names = ("mlp", "convolutional", "transformer", "recurrent")
+    parser.add_argument("--models", nargs="+", choices=names, help="all if left out")
     parser.add_argument("--microbatches", nargs="+", type=int, help="2 8 32 if left out")
     parser.add_argument("--rounds", type=int, help="rounds; if left out 30, or as many as take 15 s")
     parser.add_argument("--device", choices=("cpu", "gpu", "tpu"), help="JAX's default if left out")
@@ -29,10 +30,10 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the MLP and the convolutional network, 8 microbatches, 5 rounds")
     parser.add_argument("--output", type=Path, help="the folder for JSON, plot and table; benchmarks/results if left out")
     options = parser.parse_args(arguments)
+    if set(REFERENCES) <= set(options.without):
+        parser.error(f"one of {REFERENCES} is needed, for the ratios")
     quick = options.quick
-    options.models = options.models or (
-        ["mlp", "convolutional"] if quick else ["mlp", "convolutional", "transformer", "recurrent"]
-    )
+    options.models = options.models or (["mlp", "convolutional"] if quick else names)
     options.microbatches = options.microbatches or ([8] if quick else [2, 8, 32])
     options.seconds = 0 if quick or options.rounds else 15
     options.rounds = options.rounds or (5 if quick else 30)
@@ -168,10 +169,11 @@ def plot(rows: list[dict[str, Any]]) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write."""
     options = read_arguments(arguments)
-    if options.device:
-        os.environ["JAX_PLATFORMS"] = "cuda" if options.device == "gpu" else str(options.device)
     sys.path.insert(0, str(HERE))
     import jax
+
+    if options.device:
+        jax.config.update("jax_platforms", "cuda" if options.device == "gpu" else options.device)
     from rich.console import Console
     from rich.markdown import Markdown
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("bench", help="measure a training step in every form; bench --help says more", add_help=False)
     try:
         return _plan(parser.parse_args(given))
-    except (ValueError, TypeError, ImportError, AttributeError) as error:
+    except (ValueError, TypeError, ImportError, AttributeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -1,14 +1,17 @@
 """One call of a transformed function: its arguments, by what they are for, and what one microbatch of it gives."""
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 
-from funcgrad import checks, keys, microbatch, trees
+from funcgrad import checks, keys, loops, microbatch, trees, work
+from funcgrad.accumulator import all_finite
 from funcgrad.loss import WeightedLoss, read_loss
 from funcgrad.options import Options
 from funcgrad.trees import PyTree
@@ -18,27 +21,22 @@ class Micro(NamedTuple):
     """What one microbatch gives.
 
     Attributes:
-      grads: the gradients of a total, or of a mean where `grads_of_total` is false.
+      grads: the gradients of a total, or of a mean over the rows.
       loss: `[]`, the total of a WeightedLoss, or a mean over the rows.
       weight: `[]`; None for a mean over the rows.
       aux: what the loss function returned beside the loss.
+      scale: what the gradients have to be multiplied with to be those of a total; None where they are.
+      carry: what it hands on to the next microbatch; None where nothing is carried.
+      keep: `[]` boolean, whether all is finite; None where it does not matter.
     """
 
     grads: PyTree
     loss: Any
     weight: Any
     aux: PyTree
-
-
-def grads_of_total(grads: PyTree, loss: Any) -> bool:
-    """Whether the gradient of a mean over rows is taken of the mean times the rows.
-
-    So the factor is a constant at the beginning of the backward pass, and adding a gradient costs no multiplication. Not in
-    float16 and bfloat16, where the larger numbers might overflow or the factor not be exact: there the sum is scaled, in its
-    own dtype.
-    """
-    dtypes = [trees.dtype_of(leaf) for leaf in (*jax.tree.leaves(grads), loss)]
-    return all(dtype == trees.at_least_float32(dtype) for dtype in map(trees.real_dtype, dtypes))
+    scale: Any = None
+    carry: PyTree = None
+    keep: Any = None
 
 
 _SHARED_KEY = (
@@ -75,6 +73,8 @@ class Call:
         self.argnums = self._numbers("argnums")
         self.batch_argnums = () if whole else self._numbers("batch_argnums")
         self.key_argnums = () if whole else self._numbers("key_argnums")
+        self.carry_argnums: tuple[int, ...] = () if options.carry_argnum is None else self._numbers("carry_argnum")
+        self._check_carry()
         for left in ("argnums", "key_argnums"):
             both = set(getattr(self, left)) & set(self.batch_argnums)
             if both:
@@ -93,14 +93,27 @@ class Call:
         """The differentiated argument, or the tuple of them where `argnums` is a sequence."""
         return self._pick(self.args)
 
-    def arguments(self, index: Any) -> list[Any]:
-        """The arguments of microbatch `index`, a number or a traced `[]` integer; the smaller last one is `split.num`."""
+    @property
+    def carry(self) -> PyTree:
+        """What the first microbatch is handed; None where nothing is carried."""
+        return trees.strongly_typed_tree(self.args[self.carry_argnums[0]]) if self.carry_argnums else None
+
+    def arguments(self, index: Any, carry: PyTree = None) -> list[Any]:
+        """The arguments of microbatch `index`, a number or a traced `[]` integer; the smaller last one is `split.num`.
+
+        Args:
+          index: which microbatch.
+          carry: what the one before it handed on; None for what the call was given.
+        """
         if self.split.tail and isinstance(index, int) and index == self.split.num:
             rows = self.batch.tail(self.split)
         else:
             rows = self.batch.microbatch(self.split, index)
         # A key for one microbatch is the key: as without microbatches.
-        return self._place(rows, index if self.split.count > 1 else None)
+        args = self._place(rows, index if self.split.count > 1 else None)
+        if self.carry_argnums and carry is not None:
+            args[self.carry_argnums[0]] = carry
+        return args
 
     def whole_arguments(self, index: Any) -> list[Any]:
         """The arguments with the batch as it is, being microbatch `index` of a window."""
@@ -133,18 +146,51 @@ class Call:
           mask: which leaves of the parameters are differentiated.
           args: the microbatch's arguments.
           rows: how many rows it has; None to take the gradient of a mean as it is.
+
+        Raises:
+          TypeError: with `carry_argnum`, aux is no pair of carry and aux.
+          ValueError: the new carry has another structure, shape or dtype than the one before.
         """
 
-        def scalar(selected: PyTree) -> tuple[Any, tuple[Any, Any, Any]]:
+        def scalar(selected: PyTree) -> tuple[Any, tuple[Any, Any]]:
             loss, aux = self.evaluate_at(mask, selected, args)
-            if isinstance(loss, WeightedLoss):
-                return loss.total, (loss.total, loss.weight, aux)
-            scale = 1 if rows is None or not grads_of_total(selected, loss) else rows
-            return loss if scale == 1 else loss * scale, (loss, None, aux)
+            return (loss.total, (loss.weight, aux)) if isinstance(loss, WeightedLoss) else (loss, (None, aux))
 
         selected, _ = trees.partition(self._pick(args), mask)
-        (_, (loss, weight, aux)), grads = jax.value_and_grad(scalar, has_aux=True)(selected)
-        return Micro(grads, loss, weight, aux)
+        loss, weight, aux, grads, scale = _value_and_grad(scalar, selected, rows)
+        carry = None
+        if self.carry_argnums:
+            carry, aux = self._read_carry(args[self.carry_argnums[0]], aux)
+        if not self.options.skip_nonfinite:
+            return Micro(grads, loss, weight, aux, scale, carry)
+        keep = all_finite(grads, loss, 0 if weight is None else weight)
+        if self.carry_argnums:  # what is left out hands on nothing
+            old = trees.strongly_typed_tree(args[self.carry_argnums[0]])
+            carry = jax.tree.map(functools.partial(_chosen, keep), carry, old)
+        return Micro(grads, loss, weight, aux, scale, carry, keep)
+
+    def _check_carry(self) -> None:
+        for number in self.carry_argnums:
+            for name in ("argnums", "batch_argnums", "key_argnums"):
+                if number in getattr(self, name):
+                    raise ValueError(f"argument {number} is named in carry_argnum and in {name}; it cannot be both")
+
+    def _read_carry(self, old: PyTree, output: Any) -> tuple[PyTree, PyTree]:
+        if not isinstance(output, tuple | list) or len(output) != 2:
+            raise TypeError(
+                f"with carry_argnum the function must return (loss, (carry, aux)); got {_kind(output)} beside the loss. aux "
+                "may be None"
+            )
+        carry, aux = output
+        name = f"args[{self.carry_argnums[0]}]"
+        trees.check_same_structure(old, carry, f"the carry that came in, {name},", "the carry that the function returns")
+        for (place, leaf), before in zip(trees.leaves_with_names(carry, "carry"), jax.tree.leaves(old), strict=True):
+            if trees.describe(leaf) != trees.describe(before):
+                raise ValueError(
+                    f"the carry must keep its shapes and dtypes from microbatch to microbatch: {place} came in as "
+                    f"{trees.describe(before)}, and the function returns {trees.describe(leaf)}"
+                )
+        return trees.strongly_typed_tree(carry), aux
 
     def check_whole_keys(self) -> None:
         """Refuse a typed key that every microbatch sees whole."""
@@ -207,7 +253,7 @@ class Call:
 
     def _whole_leaves(self) -> list[tuple[str, Any]]:
         """The leaves that every microbatch sees whole, other than parameters, keys and batch arguments."""
-        named = {*self.argnums, *self.batch_argnums, *self.key_argnums}
+        named = {*self.argnums, *self.batch_argnums, *self.key_argnums, *self.carry_argnums}
         whole = [(number, arg) for number, arg in enumerate(self.args) if number not in named]
         leaves = [pair for number, arg in whole for pair in trees.leaves_with_names(arg, f"args[{number}]")]
         return [*leaves, *trees.leaves_with_names(self.kwargs, "kwargs")]
@@ -222,6 +268,38 @@ class Call:
             f"{trees.abbreviate(names)} has {self.batch.rows} rows, like the batch, but is passed whole to every microbatch. "
             "If it is a part of the batch, pass it by position and name it in batch_argnums"
         )
+
+
+def _value_and_grad(scalar: Any, selected: PyTree, rows: int | None) -> tuple[Any, Any, Any, PyTree, Any]:
+    """`(loss, weight, aux, grads, scale)` of `scalar(selected)`, which gives `(loss, (weight, aux))`.
+
+    The gradient of a mean over rows is taken of the mean times the rows, so that the factor is a constant where the backward
+    pass begins, and adding the gradient to a sum costs no multiplication. Not where that might change more than the last bit:
+    in a loss that computes in 16 bits, which might overflow, or that has a `custom_vjp`, which might clip. To know that, the
+    loss has to be recorded anyhow; so it is done inside `jax.jit` only. Else the gradient is that of the mean, with a `scale`.
+    """
+    if rows is None or rows == 1 or not loops.is_staging():
+        (loss, (weight, aux)), grads = jax.value_and_grad(scalar, has_aux=True)(selected)
+        return loss, weight, aux, grads, None if weight is not None or rows in (None, 1) else rows
+    closed, like = jax.make_jaxpr(scalar, return_shape=True)(selected)
+    run, treedef = jax.extend.core.jaxpr_as_fun(closed), jax.tree.structure(like)
+    is_total = like[1][0] is not None
+    in_backward = not is_total and work.scales_exactly(closed.jaxpr)
+
+    def scaled(selected: PyTree) -> tuple[Any, Any]:
+        loss, rest = treedef.unflatten(run(*jax.tree.leaves(selected)))
+        return loss * rows if in_backward else loss, (loss, rest)
+
+    (_, (loss, (weight, aux))), grads = jax.value_and_grad(scaled, has_aux=True)(selected)
+    return loss, weight, aux, grads, None if is_total or in_backward else rows
+
+
+def _chosen(keep: Any, new: Any, old: Any) -> Any:
+    return jnp.where(keep, new, old) if not trees.is_key(new) else jax.lax.select(jnp.broadcast_to(keep, new.shape), new, old)
+
+
+def _kind(output: Any) -> str:
+    return f"a {type(output).__name__} of {len(output)}" if isinstance(output, tuple | list) else trees.describe(output)
 
 
 def _is_number(argnums: Any) -> bool:

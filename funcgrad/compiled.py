@@ -39,14 +39,16 @@ class Lowered:
     Attributes:
       programs: by name.
       inputs: what they are called with, or its shapes.
+      copied: what of it is copied first, because it must stay.
     """
 
     programs: dict[str, jax.stages.Lowered]
     inputs: PyTree
+    copied: PyTree = ()
 
     def compile(self) -> "Compiled":
         """Compile all programs."""
-        return Compiled({name: program.compile() for name, program in self.programs.items()}, self.inputs)
+        return Compiled({name: program.compile() for name, program in self.programs.items()}, self.inputs, self.copied)
 
     def as_text(self) -> str:
         """The programs in StableHLO, one after the other."""
@@ -60,10 +62,12 @@ class Compiled:
     Attributes:
       programs: by name.
       inputs: what they are called with, or its shapes.
+      copied: what of it is copied first, because it must stay.
     """
 
     programs: dict[str, jax.stages.Compiled]
     inputs: PyTree
+    copied: PyTree = ()
 
     def memory_analysis(self) -> MemoryAnalysis:
         """The memory that the step needs."""
@@ -71,13 +75,12 @@ class Compiled:
         if len(found) == 1:
             names = [field.name for field in dataclasses.fields(MemoryAnalysis)]
             return MemoryAnalysis(**{name: getattr(found[0], name) for name in names})
-        last = found[-1]
-        # Beside what the update makes in place stands the buffer, which the microbatches make in place.
+        last, copied = found[-1], _bytes(self.copied)
         return MemoryAnalysis(
             argument_size_in_bytes=_bytes(self.inputs),
-            temp_size_in_bytes=max(each.temp_size_in_bytes for each in found),
+            temp_size_in_bytes=max(each.temp_size_in_bytes for each in found) + copied,
             output_size_in_bytes=last.output_size_in_bytes,
-            alias_size_in_bytes=last.alias_size_in_bytes,
+            alias_size_in_bytes=0 if copied else last.alias_size_in_bytes,
         )
 
 

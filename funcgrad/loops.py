@@ -1,7 +1,7 @@
 """Loops over microbatches: scan, unroll, and which of them serves this computation on this device."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
@@ -30,41 +30,52 @@ def check_loop(loop: Any) -> Loop:
     return checks.positive_integer("loop", loop)
 
 
-def fold_over(
-    step: Callable[[Any], PyTree],
-    init: Callable[[PyTree], PyTree],
-    fold: Callable[[PyTree, PyTree, Any], PyTree],
-    num: int,
-    loop: Loop,
-) -> tuple[PyTree, PyTree]:
-    """Fold the outputs of `step(0)`, ..., `step(num - 1)` into one carry.
+class Fold(NamedTuple):
+    """What a loop does with the outputs of its steps.
+
+    Attributes:
+      init: `(output) -> carry`, from an output or its shapes: the carry before the first step.
+      add: `(carry, output, index) -> carry`, which keeps the carry's shapes and dtypes.
+      handed_on: `(carry) -> input`: what of the carry the next step sees.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    add: Callable[[PyTree, PyTree, Any], PyTree]
+    handed_on: Callable[[PyTree], PyTree] = lambda carry: None
+
+
+def fold_over(step: Callable[[PyTree, Any], PyTree], first: PyTree, fold: Fold, num: int, loop: Loop) -> tuple[PyTree, PyTree]:
+    """Fold the outputs of `num` steps into one carry.
 
     Inside a trace (`jax.jit`, `jax.make_jaxpr`, ...) `step` is traced once, whatever the loop. Outside, where every
     operation runs at once, it is called as plain Python would, but for `"scan"` and integers: so nothing is compiled anew at
     each call, and what a closure holds is read at each call.
 
     Args:
-      step: `(index) -> output`, with `index` an int or a traced `[]` int32.
-      init: `(output) -> carry`, from an output or its shapes: the carry before the first step.
-      fold: `(carry, output, index) -> carry`, which keeps the carry's shapes and dtypes.
+      step: `(input, index) -> output`, with `index` an int or a traced `[]` int32.
+      first: the first step's input; those of the others are what `fold.handed_on` gives.
+      fold: what becomes of the outputs.
       num: how many steps, at least 1.
-      loop: `"scan"`, `"unroll"`, `"ordered"` (unrolled, but in turn), `"auto"`, or how many steps a loop body holds.
+      loop: `"scan"`, `"unroll"`, `"ordered"` (unrolled, but in turn), `"auto"`, `"frugal"` (that, but ordered for unrolled), or
+        how many steps a loop body holds.
 
     Returns:
       `(carry, like)`: the last carry, and an output or its shapes.
     """
-    if not is_staging() and loop in ("auto", "unroll", "ordered"):
-        return _fold_eagerly(step, init, fold, num)
-    closed, like = jax.make_jaxpr(step, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32))
+    if not is_staging() and loop in ("auto", "frugal", "unroll", "ordered"):
+        return _fold_eagerly(step, first, fold, num)
+    closed, like = jax.make_jaxpr(step, return_shape=True)(first, jax.ShapeDtypeStruct((), jnp.int32))
     treedef = jax.tree.structure(like)
     run_flat = jax.extend.core.jaxpr_as_fun(closed)
 
     def body(carry: PyTree, index: Any) -> tuple[PyTree, None]:
-        return fold(carry, treedef.unflatten(run_flat(index)), index), None
+        output = treedef.unflatten(run_flat(*jax.tree.leaves(fold.handed_on(carry)), index))
+        return fold.add(carry, output, index), None
 
-    if loop == "auto":
-        loop = choose(closed, default_platform(), num)
-    carry = init(like)
+    if loop in ("auto", "frugal"):
+        chosen = choose(closed, default_platform(), num)
+        loop = "ordered" if (loop, chosen) == ("frugal", "unroll") else chosen
+    carry = fold.init(like)
     if loop in ("unroll", "ordered") or num == 1:
         for index in range(num):
             in_order = loop == "ordered" and index > 0
@@ -126,12 +137,12 @@ def default_platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
-def _fold_eagerly(step: Any, init: Any, fold: Any, num: int) -> tuple[PyTree, PyTree]:
-    output = step(0)
-    carry = fold(init(output), output, 0)
+def _fold_eagerly(step: Any, first: PyTree, fold: Fold, num: int) -> tuple[PyTree, PyTree]:
+    output = step(first, 0)
+    carry = fold.add(fold.init(output), output, 0)
     for index in range(1, num):
-        output = step(index)
-        carry = fold(carry, output, index)
+        output = step(fold.handed_on(carry), index)
+        carry = fold.add(carry, output, index)
     return carry, output
 
 

@@ -1,6 +1,7 @@
 """How many microbatches fit a memory budget, told by the compiler before anything runs."""
 
 import dataclasses
+import math
 import re
 import statistics
 import time
@@ -8,19 +9,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from funcgrad import checks, microbatch, trees
+from funcgrad import checks, loops, microbatch, trees
 from funcgrad.call import Call
 from funcgrad.compiled import Lowered, MemoryAnalysis
 from funcgrad.jit import put_together, take_apart
 from funcgrad.options import MicrobatchOptions, Options
 from funcgrad.state import TrainState
-from funcgrad.step import TrainStep
+from funcgrad.step import TrainStep, kind_of
 from funcgrad.transform import value_and_grad
 from funcgrad.trees import PyTree
 
+_BUFFER_OPTIONS = {"dtype", "compensated"}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -127,8 +128,10 @@ def plan(
 ) -> Plan:
     """Find the fewest microbatches with which a step fits a memory budget. Nothing is run, unless `measure` is set.
 
-    The bytes are the compiler's own (`memory_analysis()` of the step), not an estimate. With a budget they are looked for by
-    bisection, because a step with more microbatches needs less memory: 256 candidates take at most 9 compilations.
+    The bytes are the compiler's own (`memory_analysis()` of the step), not an estimate. With a budget the number is looked for
+    by bisection, because as a rule a step with more microbatches needs less memory: 256 candidates take at most 9
+    compilations. The whole batch may be an exception, needing no sum beside its gradients, so it is looked at first; and before
+    it says that nothing fits, it looks at all.
 
     Args:
       loss_fn, params, batch, args: what the step is for, `loss_fn(params, batch, *args)`; arrays or `jax.ShapeDtypeStruct`.
@@ -138,7 +141,7 @@ def plan(
       candidates: the numbers of microbatches to choose from; None: all that divide the batch.
       measure: also run each candidate that fits, and choose the fastest.
       has_aux: whether `loss_fn` returns a pair `(loss, aux)`.
-      report: called with each candidate when it is known, to show progress.
+      report: called with each candidate when it is known, and again when it is measured, to show progress.
       **options: the options of `value_and_grad`: `key_argnums`, `in_axes`, `loop` and so on.
 
     Returns:
@@ -165,6 +168,9 @@ def plan(
     leaves = jax.tree.leaves(arguments)
     if measure and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TypeError("measure=True runs the steps and needs arrays; got jax.ShapeDtypeStruct")
+    for name in ("num_microbatches", "microbatch_size"):
+        if name in options:
+            raise ValueError(f"plan looks for the number of microbatches itself; leave {name} out, or give candidates")
     if optimizer is None:
         subject = _Gradients(loss_fn, arguments, has_aux, options)
     else:
@@ -176,7 +182,7 @@ def plan(
     def look(number: int) -> Candidate:
         if number not in known:
             known[number] = Candidate(number, subject.memory(number))
-            if report is not None and not measure:
+            if report is not None:
                 report(known[number])
         return known[number]
 
@@ -201,7 +207,7 @@ class BudgetedStep:
     Args:
       loss_fn, optimizer, options: what the step is for.
       budget_bytes: as for `plan`.
-      host, donate: as for `TrainStep`.
+      loop, donate: as for `TrainStep`.
     """
 
     def __init__(
@@ -211,7 +217,7 @@ class BudgetedStep:
         options: Options,
         *,
         budget_bytes: int | str | None,
-        host: bool | None = None,
+        loop: loops.Loop = "auto",
         donate: bool = True,
     ):
         if budget_bytes is not None:
@@ -221,7 +227,7 @@ class BudgetedStep:
 
         def make(number: int) -> TrainStep:
             options = dataclasses.replace(self._options, num_microbatches=number)
-            return TrainStep(loss_fn, optimizer, options, host=host, donate=donate)
+            return TrainStep(loss_fn, optimizer, options, loop=loop, donate=donate)
 
         self._make = make
 
@@ -236,7 +242,7 @@ class BudgetedStep:
     def _step(self, state: TrainState, args: Any, kwargs: Any) -> TrainStep:
         arrays, static = take_apart(state)
         leaves, treedef = jax.tree.flatten((arrays, args, kwargs))
-        key = static, treedef, tuple((jnp.shape(leaf), trees.dtype_of(leaf)) for leaf in leaves)
+        key = static, treedef, tuple(map(kind_of, leaves))
         if key not in self._steps:
             budget = _read_budget(self._budget, leaves)
             if budget is None:
@@ -256,12 +262,14 @@ class BudgetedStep:
 
 
 def fewest_that_fit(numbers: Sequence[int], size: Callable[[int], int], budget: int) -> int:
-    """The place in `numbers` of the first one whose `size` is at most `budget`, where sizes fall along `numbers`.
+    """The place in `numbers` of the first one whose `size` is at most `budget`, where sizes fall from the second one on.
 
     Raises:
       ValueError: none is.
     """
-    low, high = 0, len(numbers)  # numbers[high:] fit, numbers[:low] do not
+    if size(numbers[0]) <= budget:
+        return 0
+    low, high = 1, len(numbers)  # numbers[high:] fit, numbers[:low] do not
     while low < high:
         middle = (low + high) // 2
         if size(numbers[middle]) <= budget:
@@ -269,11 +277,14 @@ def fewest_that_fit(numbers: Sequence[int], size: Callable[[int], int], budget: 
         else:
             low = middle + 1
     if low == len(numbers):
-        least = size(numbers[-1])
+        sizes = [size(number) for number in numbers]
+        least = min(sizes)
+        if least <= budget:  # they do not fall, here
+            return next(place for place, each in enumerate(sizes) if each <= budget)
         raise ValueError(
-            f"nothing fits the budget of {format_bytes(budget)}: with {numbers[-1]} microbatches a step still needs "
-            f"{format_bytes(least)} ({least} bytes). No number of microbatches makes parameters, optimizer state and gradients "
-            "smaller; rematerialization (jax.checkpoint) reduces the activations"
+            f"nothing fits the budget of {format_bytes(budget)}: with {numbers[sizes.index(least)]} microbatches a step still "
+            f"needs {format_bytes(least)} ({least} bytes). No number of microbatches makes parameters, optimizer state and "
+            "gradients smaller; rematerialization (jax.checkpoint) reduces the activations"
         )
     return low
 
@@ -305,7 +316,7 @@ def parse_bytes(text: int | str) -> int:
         unit = _UNITS.get((match[2] or "B").upper()) if match else None
         number = int(float(match[1]) * unit) if match and unit else 0
     else:
-        number = int(text)
+        number = int(text) if math.isfinite(text) else 0
     if number <= 0:
         raise ValueError(f"a budget must be a number of bytes above 0, or text like '8GiB' or '500MB'; got {text!r}")
     return number
@@ -325,7 +336,9 @@ class _Gradients:
     """`value_and_grad` in jit, with some number of microbatches."""
 
     def __init__(self, loss_fn: Any, arguments: tuple[Any, ...], has_aux: bool, options: Any):
-        self.options = Options(has_aux=has_aux, **options)
+        # What sums are kept in is no matter of how the batch is split.
+        known = {name: value for name, value in options.items() if name not in _BUFFER_OPTIONS}
+        self.options = Options(has_aux=has_aux, **known)
         self._loss_fn, self._has_aux, self._given = loss_fn, has_aux, options
         # What is no array (an activation function) is a constant.
         self._arguments, self._rest = trees.partition(arguments, [trees.is_array(leaf) for leaf in jax.tree.leaves(arguments)])
@@ -347,21 +360,31 @@ class _Step:
     """`train_step`, with some number of microbatches."""
 
     def __init__(self, loss_fn: Any, optimizer: Any, arguments: tuple[Any, ...], has_aux: bool, options: Any):
+        options, self._buffer = dict(options), {}
+        for name in _BUFFER_OPTIONS & options.keys():
+            self._buffer[name] = options.pop(name)
+        self._loop = options.pop("loop", "auto")
         self.options = Options(has_aux=has_aux, **options)
         self._loss_fn, self._optimizer = loss_fn, optimizer
         self._params, *self._args = arguments
+        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self._params)]
+        if any(sharding is not None and len(sharding.device_set) > 1 for sharding in shardings):
+            raise ValueError(
+                "plan is for parameters on one device; these are on more. Look at a step with its own state and batch: "
+                "step.lower(state, batch).compile().memory_analysis()"
+            )
 
     def _step(self, number: int) -> TrainStep:
         options = dataclasses.replace(self.options, num_microbatches=number)
-        return TrainStep(self._loss_fn, self._optimizer, options, host=None, donate=True)
+        return TrainStep(self._loss_fn, self._optimizer, options, loop=self._loop)
 
     def memory(self, number: int) -> MemoryAnalysis:
-        state = state_shapes(self._params, self._optimizer, self.options)
+        state = state_shapes(self._params, self._optimizer, trainable=self.options.trainable, **self._buffer)
         return self._step(number).lower(state, *self._args).compile().memory_analysis()
 
     def seconds(self, number: int) -> float:
         step = self._step(number)
-        state = TrainState.create(self._params, self._optimizer, trainable=self.options.trainable)
+        state = TrainState.create(self._params, self._optimizer, trainable=self.options.trainable, **self._buffer)
 
         def run() -> Any:
             nonlocal state
@@ -371,14 +394,14 @@ class _Step:
         return _median_time(run)
 
 
-def state_shapes(params: PyTree, optimizer: optax.GradientTransformation, options: Options) -> TrainState:
-    """The `TrainState` of `params`, arrays or their shapes, with shapes for arrays."""
+def state_shapes(params: PyTree, optimizer: optax.GradientTransformation, **options: Any) -> TrainState:
+    """The `TrainState` of `params`, arrays or their shapes, with shapes for arrays; the options are those of `create`."""
     mask = [trees.is_array(leaf) for leaf in jax.tree.leaves(params)]
     arrays, rest = trees.partition(params, mask)
     static: list[Any] = []
 
     def create(arrays: PyTree) -> TrainState:
-        state = TrainState.create(trees.combine(arrays, rest), optimizer, trainable=options.trainable)
+        state = TrainState.create(trees.combine(arrays, rest), optimizer, **options)
         state, constants = take_apart(state)
         static.append(constants)
         return state

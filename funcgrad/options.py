@@ -1,6 +1,7 @@
 """The options of a transform over microbatches, checked."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -20,6 +21,7 @@ class Options:
     in_axes: PyTree = 0
     order: str = "strided"
     key_argnums: int | Sequence[int] = ()
+    carry_argnum: int | None = None
     aux: PyTree = "mean"
     trainable: Trainable | None = None
     skip_nonfinite: bool = False
@@ -41,6 +43,12 @@ class Options:
         loops.check_loop(self.loop)
         for name in ("argnums", "batch_argnums", "key_argnums"):
             checks.argument_numbers(name, getattr(self, name))
+        if self.carry_argnum is not None:
+            checks.argument_numbers("carry_argnum", operator.index(self.carry_argnum))
+            if not self.has_aux:
+                raise ValueError(
+                    "with carry_argnum the function returns (loss, (carry, aux)), so pass has_aux=True, too; aux may be None"
+                )
 
     @property
     def splits(self) -> bool:
@@ -57,6 +65,7 @@ class MicrobatchOptions(TypedDict, total=False):
     in_axes: PyTree
     order: str
     key_argnums: int | Sequence[int]
+    carry_argnum: int | None
     aux: PyTree
     trainable: Trainable | None
     skip_nonfinite: bool

@@ -79,8 +79,8 @@ class TrainStep:
     """A jitted `step(state, batch, ...) -> (state, metrics)`; `funcgrad.train_step` makes it and describes it.
 
     Args:
-      loss_fn, optimizer, options: what the step is for.
-      host: whether the host drives the microbatches where it can, or never; None: where that is best.
+      loss_fn, optimizer, options: what the step is for; the loop that the options name does not count.
+      loop: as for `train_step`.
       donate: whether the state's memory is reused.
     """
 
@@ -90,11 +90,14 @@ class TrainStep:
         optimizer: optax.GradientTransformation,
         options: Options,
         *,
-        host: bool | None = None,
+        loop: loops.Loop = "auto",
         donate: bool = True,
     ):
+        options = dataclasses.replace(options, loop="auto" if loop == "host" else loop)
+        if options.loop == "auto":  # a step promises the memory of one microbatch
+            object.__setattr__(options, "loop", "frugal")
         self._loss_fn, self._optimizer, self._options = loss_fn, optimizer, options
-        self._host, self._donate = host, donate
+        self._host, self._donate = {"auto": None, "host": True}.get(str(loop), False), donate
         self._plans: dict[Any, _Plan] = {}
 
         def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -109,13 +112,16 @@ class TrainStep:
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
         """One window: `(state, metrics)`."""
         arrays, static = take_apart(state)
-        inputs = _Inputs(arrays.params, args, kwargs)
-        plan = self._plan(static, arrays, inputs)
+        plan = self._plan(static, arrays, _Inputs(arrays.params, args, kwargs))
         if plan.begin is None:
             return self._program(state, *args, **kwargs)
+        # Once, and not at every microbatch, NumPy's arrays go to the device, and what the state will overwrite is copied.
+        given = set(map(id, jax.tree.leaves(arrays))) if self._donate else set()
+        args, kwargs = jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in given else jnp.asarray(leaf), (args, kwargs))
+        inputs = _Inputs(arrays.params, args, kwargs)
         constants = _Constants(static, plan.mask)
         buffer = arrays.buffer if self._donate else jax.tree.map(jnp.copy, arrays.buffer)
-        sums = plan.begin()._replace(buffer=buffer)
+        sums = plan.begin()._replace(buffer=buffer, carry=jax.tree.map(jnp.copy, self._carry(static, inputs)))
         for index in range(plan.num):
             sums = self._fold(constants, sums, inputs, np.int32(index))
         if plan.tail:
@@ -131,12 +137,13 @@ class TrainStep:
         if plan.begin is None:
             return Lowered({"step": self._program.lower(state, *args, **kwargs)}, (arrays, args, kwargs))
         constants, index = _Constants(static, plan.mask), jax.ShapeDtypeStruct((), jnp.int32)
-        sums = jax.eval_shape(plan.begin)._replace(buffer=arrays.buffer)
+        carry = jax.eval_shape(lambda inputs: self._carry(static, inputs), inputs)
+        sums = jax.eval_shape(plan.begin)._replace(buffer=arrays.buffer, carry=carry)
         programs = {"microbatch": self._fold.lower(constants, sums, inputs, index)}
         if plan.tail:
             programs["tail"] = self._fold.lower(constants._replace(tail=True), sums, inputs, index)
         programs["update"] = self._finish.lower(constants, _without_buffer(arrays), *_apart(sums), args, kwargs)
-        return Lowered(programs, (arrays, args, kwargs))
+        return Lowered(programs, (arrays, args, kwargs), () if self._donate else arrays.buffer)
 
     def _plan(self, static: Static | None, arrays: TrainState, inputs: _Inputs) -> _Plan:
         if self._host is False or not self._options.splits:
@@ -145,8 +152,8 @@ class TrainStep:
         first = jax.tree.leaves(inputs.params)[0]
         if any(isinstance(leaf, Tracer) for leaf in (first, *leaves)):
             return _ONE_PROGRAM
-        shapes = tuple((jnp.shape(leaf), trees.dtype_of(leaf)) for leaf in (first, *leaves))
-        key = static, treedef, shapes, getattr(first, "sharding", None)
+        whole, structure = jax.tree.flatten(arrays)
+        key = static, treedef, structure, tuple(map(kind_of, (*whole, *leaves)))
         if key not in self._plans:
             self._plans[key] = self._make_plan(static, arrays, inputs)
         return self._plans[key]
@@ -160,7 +167,7 @@ class TrainStep:
         window.check_call(call, in_state=True)
         constants = _Constants(static, mask)
         microbatch = functools.partial(self._microbatch, constants)
-        closed, like = jax.make_jaxpr(microbatch, return_shape=True)(inputs, np.int32(0))
+        closed, like = jax.make_jaxpr(microbatch, return_shape=True)(inputs, call.carry, np.int32(0))
         if not (self._host or loops.prefers_host(closed, platform)):
             return _ONE_PROGRAM
         # A plan keeps no arrays alive.
@@ -170,7 +177,7 @@ class TrainStep:
             return window.begin(split, buffer, like, self._options)._replace(buffer=None)
 
         # All that can be wrong with the arguments shows here, before anything is given away.
-        sums = jax.eval_shape(begin)._replace(buffer=arrays.buffer)
+        sums = jax.eval_shape(begin)._replace(buffer=arrays.buffer, carry=call.carry)
         for is_tail in (False, True)[: 1 + (split.tail > 0)]:
             sums = self._fold.eval_shape(constants._replace(tail=is_tail), sums, inputs, np.int32(0))
         self._finish.eval_shape(constants, _without_buffer(arrays), *_apart(sums), *inputs[1:])
@@ -179,24 +186,27 @@ class TrainStep:
     def _call(self, static: Static | None, inputs: _Inputs) -> Call:
         return Call(self._loss_fn, self._options, (with_static(inputs.params, static), *inputs.args), inputs.kwargs)
 
-    def _differentiate(self, constants: _Constants, inputs: _Inputs, index: Any) -> Micro:
+    def _carry(self, static: Static | None, inputs: _Inputs) -> PyTree:
+        return None if self._options.carry_argnum is None else self._call(static, inputs).carry
+
+    def _differentiate(self, constants: _Constants, inputs: _Inputs, carry: PyTree, index: Any) -> Micro:
         call = self._call(constants.static, inputs)
         index = call.split.num if constants.tail else index
-        micro = call.differentiate(list(constants.mask), call.arguments(index), call.split.rows_of(index))
+        micro = call.differentiate(list(constants.mask), call.arguments(index, carry), call.split.rows_of(index))
         reducers.check_aux(self._options.aux, micro.aux, call.split.rows_of(index))
         return micro
 
     def _fold_microbatch(self, constants: _Constants, sums: Window, inputs: _Inputs, index: Any) -> Window:
         split = self._call(constants.static, inputs).split
-        micro = self._microbatch(constants, inputs, index)
+        micro = self._microbatch(constants, inputs, sums.carry, index)
         return window.fold_micro(sums, micro, split, split.num if constants.tail else index, self._options)
 
     def _finish_window(  # noqa: PLR0917
         self, constants: _Constants, rest: TrainState, buffer: GradBuffer, sums: Window, args: Any, kwargs: Any
     ) -> tuple[TrainState, dict[str, Any]]:
         inputs = _Inputs(rest.params, args, kwargs)
-        like = jax.eval_shape(functools.partial(self._microbatch, constants), inputs, np.int32(0))
         call = self._call(constants.static, inputs)
+        like = jax.eval_shape(functools.partial(self._microbatch, constants), inputs, call.carry, np.int32(0))
         sums = window.close(sums._replace(buffer=buffer), call.split)
         state = put_together(dataclasses.replace(rest, buffer=sums.buffer), constants.static)
         state, metrics = self._end_window(call, list(constants.mask), state, sums, like)
@@ -209,9 +219,9 @@ class TrainStep:
         arrays, static = take_apart(state)
         inputs, split = _Inputs(arrays.params, args, kwargs), call.split
 
-        def differentiate(index: Any) -> Micro:
+        def differentiate(carry: PyTree, index: Any) -> Micro:
             tail = isinstance(index, int) and split.tail > 0 and index == split.num
-            return self._microbatch(_Constants(static, tuple(mask), tail), inputs, index)
+            return self._microbatch(_Constants(static, tuple(mask), tail), inputs, carry, index)
 
         sums, like = window.fold_batch(call, state.buffer, differentiate)
         return self._end_window(call, mask, state, sums, like)
@@ -227,7 +237,8 @@ class TrainStep:
 
         state = dataclasses.replace(state, buffer=sums.buffer)
         state, metrics = update.update_state(optimizer, state, call_optimizer, may_be_empty=options.skip_nonfinite)
-        return state, {"loss": loss, **metrics} | ({"aux": aux} if options.has_aux else {})
+        metrics = {"loss": loss, **metrics} | ({"aux": aux} if options.has_aux else {})
+        return state, metrics | ({"carry": sums.carry} if options.carry_argnum is not None else {})
 
 
 def _apart(sums: Window) -> tuple[GradBuffer, Window]:
@@ -239,9 +250,15 @@ def _without_buffer(state: TrainState) -> TrainState:
     return dataclasses.replace(state, buffer=None)
 
 
+def kind_of(leaf: Any) -> Any:
+    """All that decides what an argument is compiled to."""
+    return jnp.shape(leaf), trees.dtype_of(leaf), getattr(leaf, "weak_type", False), getattr(leaf, "sharding", None)
+
+
 def _platform(tree: PyTree) -> str | None:
     """The platform of the one device that holds the arrays of `tree`; None if there are more."""
-    devices = {device for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) for device in leaf.devices()}
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
     if not devices:
         return loops.default_platform()
     return devices.pop().platform if len(devices) == 1 else None

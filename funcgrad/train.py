@@ -41,6 +41,7 @@ def train_step(
     in_axes: PyTree = 0,
     order: str = "strided",
     key_argnums: int | Sequence[int] = (),
+    carry_argnum: int | None = None,
     aux: PyTree = "mean",
     trainable: Trainable | None = None,
     skip_nonfinite: bool = False,
@@ -57,8 +58,9 @@ def train_step(
       optimizer: the optax transformation that `TrainState.create` was given. It gets gradients in the dtypes of the
         parameters, and those of `value`, `grad` and `value_fn` that it takes: the loss of the batch, the gradients, and that
         loss as a function of the parameters, in microbatches too. So line searches and plateaus work.
-      num_microbatches, microbatch_size, has_aux, batch_argnums, in_axes, order, key_argnums, aux: as for
-        `value_and_grad`; argument numbers are those of `loss_fn`, so the batch is 1.
+      num_microbatches, microbatch_size, has_aux, batch_argnums, in_axes, order, key_argnums, carry_argnum, aux: as for
+        `value_and_grad`; argument numbers are those of `loss_fn`, so the batch is 1. A carry stays in the caller's hands: pass
+        it to each step, and take the next one from `metrics["carry"]`.
         `num_microbatches="auto"` is the fewest that fit `budget_bytes`, found with the compiler at the first call for given
         shapes: see `fg.plan`.
       budget_bytes: for `"auto"`: how many bytes of memory there are, a number or text like `"8GiB"`; None: what the device
@@ -72,7 +74,8 @@ def train_step(
     Returns:
       `step(state, batch, ...) -> (state, metrics)`; `step.lower(...)` gives the compiled program's cost and memory, as for
       `jax.jit`. `metrics` holds `loss` `[]`, of this batch; `grad_norm` `[]`, the global norm of the window's mean gradient;
-      `weight` `[]`, the window's; `skipped` `[]` int32; and `aux` with `has_aux`.
+      `weight` `[]`, the window's; `skipped` `[]` int32; `aux` with `has_aux`; and `carry` with
+      `carry_argnum`.
 
     Raises:
       ValueError, TypeError: as for `value_and_grad`, before anything is donated: the state stays as it was.
@@ -100,18 +103,18 @@ def train_step(
         in_axes=in_axes,
         order=order,
         key_argnums=key_argnums,
+        carry_argnum=carry_argnum,
         aux=aux,
         trainable=trainable,
         skip_nonfinite=skip_nonfinite,
         loop="auto" if loop == "host" else loop,
     )
     check_optimizer(optimizer)
-    host = True if loop == "host" else None if loop == "auto" else False
     if is_auto:
         if microbatch_size is not None:
             raise ValueError('give num_microbatches="auto" or microbatch_size, not both')
-        return BudgetedStep(loss_fn, optimizer, options, budget_bytes=budget_bytes, host=host, donate=donate)
-    return TrainStep(loss_fn, optimizer, options, host=host, donate=donate)
+        return BudgetedStep(loss_fn, optimizer, options, budget_bytes=budget_bytes, loop=loop, donate=donate)
+    return TrainStep(loss_fn, optimizer, options, loop=loop, donate=donate)
 
 
 def micro_steps(
@@ -122,6 +125,7 @@ def micro_steps(
     batch_argnums: int | Sequence[int] = 1,
     in_axes: PyTree = 0,
     key_argnums: int | Sequence[int] = (),
+    carry_argnum: int | None = None,
     trainable: Trainable | None = None,
     skip_nonfinite: bool = False,
     donate: bool = True,
@@ -135,7 +139,7 @@ def micro_steps(
     Args:
       loss_fn, trainable, skip_nonfinite, donate: as for `train_step`.
       optimizer: as for `train_step`, but for line searches, which need the batch.
-      has_aux, batch_argnums, in_axes, key_argnums: as for `backward`; one key serves a window.
+      has_aux, batch_argnums, in_axes, key_argnums, carry_argnum: as for `backward`; one key serves a window.
 
     Returns:
       `Steps(backward, update)`. The metrics of `update` hold `grad_norm`, `weight` and `skipped`, as for `train_step`; losses
@@ -165,6 +169,7 @@ def micro_steps(
         batch_argnums=batch_argnums,
         in_axes=in_axes,
         key_argnums=key_argnums,
+        carry_argnum=carry_argnum,
         trainable=trainable,
         skip_nonfinite=skip_nonfinite,
     )

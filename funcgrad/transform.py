@@ -26,6 +26,7 @@ def value_and_grad(
     in_axes: PyTree = 0,
     order: str = "strided",
     key_argnums: int | Sequence[int] = (),
+    carry_argnum: int | None = None,
     aux: PyTree = "mean",
     trainable: Trainable | None = None,
     skip_nonfinite: bool = False,
@@ -65,6 +66,9 @@ def value_and_grad(
         (`jax.random.fold_in`), so each microbatch draws its own numbers; a single microbatch gets it as it is.
         A typed key that is not named is an error, and so is one among the parameters from which the loss draws. (Name the
         parameters' own argument to have the keys in it folded; give them new keys at each step, then.)
+      carry_argnum: an argument that each microbatch updates for the next one: BatchNorm's statistics, an RNN's hidden state.
+        `fun` has `has_aux=True` and returns `(loss, (carry, aux))`; aux is then `(carry, aux)` here, too, with the last carry.
+        It enters each microbatch as a constant: truncated back-propagation. One that is skipped hands on what it was given.
       aux: how each leaf of aux is reduced: `"mean"`, weighted like the loss; `"sum"`; `"max"`; `"last"`; `"stack"`, one on top
         of the other; `"concat"`, rows in the order of the batch; a function `(old, new, index) -> merged`, called from the
         second microbatch on; or a pytree prefix of these.
@@ -107,6 +111,7 @@ def value_and_grad(
         in_axes=in_axes,
         order=order,
         key_argnums=key_argnums,
+        carry_argnum=carry_argnum,
         aux=aux,
         trainable=trainable,
         skip_nonfinite=skip_nonfinite,
@@ -170,6 +175,7 @@ def backward(
     batch_argnums: int | Sequence[int] = 1,
     in_axes: PyTree = 0,
     key_argnums: int | Sequence[int] = (),
+    carry_argnum: int | None = None,
     trainable: Trainable | None = None,
     skip_nonfinite: bool = False,
 ) -> Callable[..., Any]:
@@ -183,6 +189,7 @@ def backward(
       in_axes: which axis of which leaf holds the rows, as for `value_and_grad`.
       key_argnums: which arguments hold PRNG keys; each is folded with the number of microbatches that the buffer has seen, so
         one key serves a whole window.
+      carry_argnum: as for `value_and_grad`: hand the carry that comes back on to the next call.
       trainable: checked against the buffer, which says what is trained: see `zeros`.
       skip_nonfinite: leave out a microbatch whose loss or gradients are not finite, and count it in `buffer.skipped`.
 
@@ -211,6 +218,7 @@ def backward(
         batch_argnums=batch_argnums,
         in_axes=in_axes,
         key_argnums=key_argnums,
+        carry_argnum=carry_argnum,
         trainable=trainable,
         skip_nonfinite=skip_nonfinite,
     )
@@ -224,10 +232,11 @@ def backward(
         call.check_whole_keys()
         call.check_param_keys(lambda: arguments)
         micro = call.differentiate(mask, arguments, call.batch.rows)
-        weight, scale, keep = window.weigh(micro, call.batch.rows, skip_nonfinite)
+        weight, scale = window.weigh(micro, call.batch.rows)
         value = micro.loss if micro.weight is None else ratio(micro.loss, micro.weight)
-        buffer = accumulator.fold(buffer, micro.grads, weight, scale=scale, keep=keep)
-        return buffer, (value, micro.aux) if has_aux else value
+        buffer = accumulator.fold(buffer, micro.grads, weight, scale=scale, keep=micro.keep)
+        aux = micro.aux if carry_argnum is None else (micro.carry, micro.aux)
+        return buffer, (value, aux) if has_aux else value
 
     del backward_fun.__wrapped__
     return backward_fun
@@ -239,13 +248,14 @@ def _in_microbatches(call: Call, dtype: Any, compensated: bool) -> tuple[Any, Py
     selected, _ = trees.partition(call.params, mask)
     window.check_call(call)
 
-    def differentiate(index: Any) -> Micro:
-        micro = call.differentiate(mask, call.arguments(index), call.split.rows_of(index))
+    def differentiate(carry: PyTree, index: Any) -> Micro:
+        micro = call.differentiate(mask, call.arguments(index, carry), call.split.rows_of(index))
         reducers.check_aux(call.options.aux, micro.aux, call.split.rows_of(index))
         return micro
 
     sums, like = window.fold_batch(call, accumulator.zeros(selected, dtype=dtype, compensated=compensated), differentiate)
     value, aux = window.read_window(sums, like, call.split, call.options)
+    aux = aux if call.options.carry_argnum is None else (sums.carry, aux)
     return value, aux, trees.cast_like(accumulator.mean(sums.buffer), selected)
 
 
@@ -253,6 +263,7 @@ def _whole(call: Call) -> tuple[Any, PyTree, PyTree]:
     """`(loss, aux, grads)` of the batch in one piece: the computation of `jax.value_and_grad`, and nothing else."""
     micro = call.differentiate(trees.trainable_mask(call.params, call.options.trainable), call.args)
     aux = reducers.of_one(call.options.aux, micro.aux)
+    aux = aux if call.options.carry_argnum is None else (micro.carry, aux)
     if micro.weight is None:
         return micro.loss, aux, micro.grads
     value, grads = jax.tree.map(lambda total: ratio(total, micro.weight), (micro.loss, micro.grads))

@@ -50,6 +50,11 @@ def strongly_typed(leaf: Any) -> Any:
     return jax.lax.convert_element_type(array, array.dtype) if getattr(array, "weak_type", False) else array
 
 
+def strongly_typed_tree(tree: PyTree) -> PyTree:
+    """`tree` with each number and array as a strongly typed array."""
+    return jax.tree.map(lambda leaf: strongly_typed(jnp.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf), tree)
+
+
 def is_differentiable(leaf: Any) -> bool:
     """Whether `leaf` has a gradient: floating or complex, not an integer, a boolean, a PRNG key, float0 or an object."""
     dtype = dtype_of(leaf)

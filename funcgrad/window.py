@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from funcgrad import accumulator, loops, reducers, trees
 from funcgrad.accumulator import GradBuffer
-from funcgrad.call import Call, Micro, grads_of_total
+from funcgrad.call import Call, Micro
 from funcgrad.loss import WeightedLoss, ratio
 from funcgrad.microbatch import Split
 from funcgrad.options import Options
@@ -27,6 +27,7 @@ class Window(NamedTuple):
       weight_low: `[]`, what that sum rounded off, where the buffer is compensated; else None.
       aux: the running values of aux.
       kept: `[count]` boolean, which microbatches were folded in; None where none is left out.
+      carry: what the last microbatch handed on; None where nothing is carried.
     """
 
     buffer: Any
@@ -35,6 +36,7 @@ class Window(NamedTuple):
     weight_low: jax.Array | None
     aux: list[Any]
     kept: jax.Array | None
+    carry: PyTree = None
 
 
 def check_call(call: Call, *, in_state: bool = False) -> None:
@@ -54,22 +56,23 @@ def check_call(call: Call, *, in_state: bool = False) -> None:
         call.check_param_keys(lambda: call.arguments(0))
 
 
-def begin(split: Split, buffer: GradBuffer, like: Micro, options: Options) -> Window:
+def begin(split: Split, buffer: GradBuffer, like: Micro, options: Options, carry: PyTree = None) -> Window:
     """The sums before the first microbatch, on top of `buffer`, or of its shapes; `like` tells shapes and dtypes only."""
     dtype = trees.at_least_float32(trees.dtype_of(like.loss))
     kept = jnp.zeros(split.count, bool) if options.skip_nonfinite else None
     weight = None if like.weight is None and not options.skip_nonfinite else jnp.zeros((), buffer.weight.dtype)
     weight_low = None if weight is None or buffer.compensation is None else jnp.zeros_like(weight)
-    return Window(buffer, jnp.zeros((), dtype), weight, weight_low, reducers.init(options.aux, like.aux, split), kept)
+    return Window(buffer, jnp.zeros((), dtype), weight, weight_low, reducers.init(options.aux, like.aux, split), kept, carry)
 
 
-def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[Any], Micro]) -> tuple[Window, Micro]:
+def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[PyTree, Any], Micro]) -> tuple[Window, Micro]:
     """Fold the batch of one call into `buffer`.
 
     Args:
       call: the call.
       buffer: what is added to.
-      differentiate: from the index of a microbatch to its loss and gradients; the smaller last one is `split.num`.
+      differentiate: from what the microbatch before handed on, and the index, to loss and gradients; the smaller last one is
+        `split.num`.
 
     Returns:
       `(window, like)`: the sums, and one microbatch's output or its shapes.
@@ -77,14 +80,15 @@ def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[Any], Mi
     options, split = call.options, call.split
 
     def init(like: Micro) -> Window:
-        return begin(split, buffer, like, options)
+        return begin(split, buffer, like, options, call.carry)
 
-    def fold(window: Window, micro: Micro, index: Any) -> Window:
+    def add(window: Window, micro: Micro, index: Any) -> Window:
         return fold_micro(window, micro, split, index, options)
 
-    window, like = loops.fold_over(differentiate, init, fold, split.num, options.loop)
+    fold = loops.Fold(init, add, lambda window: window.carry)
+    window, like = loops.fold_over(differentiate, call.carry, fold, split.num, options.loop)
     if split.tail:
-        window = fold_micro(window, differentiate(split.num), split, split.num, options)
+        window = fold_micro(window, differentiate(window.carry, split.num), split, split.num, options)
     return close(window, split), like
 
 
@@ -97,47 +101,47 @@ def batch_loss(call: Call, mask: list[bool], kept: jax.Array | None, selected: P
     """
     split = call.split
 
-    def evaluate(index: Any, rows: int) -> tuple[jax.Array, jax.Array]:
-        loss, _ = call.evaluate_at(mask, selected, call.arguments(index))
+    def evaluate(carry: PyTree, index: Any, rows: int) -> tuple[tuple[jax.Array, jax.Array], PyTree]:
+        loss, aux = call.evaluate_at(mask, selected, call.arguments(index, carry))
+        carry = None if call.carry is None else trees.strongly_typed_tree(aux[0])
         weighted = isinstance(loss, WeightedLoss)
         total, weight, scale = (loss.total, loss.weight, 1) if weighted else (loss, rows, rows)
         total = jnp.asarray(total).astype(trees.at_least_float32(trees.dtype_of(total))) * scale
         sums = total, jnp.asarray(weight).astype(total.dtype)
         if kept is None:
-            return sums
+            return sums, carry
         keep = kept[index]
-        return jax.tree.map(lambda part: jnp.where(keep, part, 0), sums)
+        return jax.tree.map(lambda part: jnp.where(keep, part, 0), sums), carry
 
-    def step(index: Any) -> tuple[jax.Array, jax.Array]:
-        return jax.checkpoint(lambda: evaluate(index, split.size))()
+    def step(carry: PyTree, index: Any) -> Any:
+        return jax.checkpoint(lambda carry: evaluate(carry, index, split.size))(carry)
 
-    def add(carry: Any, output: Any, index: Any) -> Any:
-        return jax.tree.map(jnp.add, carry, output)
+    def add(running: Any, output: Any, index: Any) -> Any:
+        return jax.tree.map(jnp.add, running[0], output[0]), output[1]
 
     def init(like: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), like)
+        return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), like[0]), call.carry
 
-    sums, _ = loops.fold_over(step, init, add, split.num, call.options.loop)
+    fold = loops.Fold(init, add, lambda running: running[1])
+    running, _ = loops.fold_over(step, call.carry, fold, split.num, call.options.loop)
     if split.tail:
-        sums = add(sums, evaluate(split.num, split.tail), split.num)
-    return ratio(*sums)
+        running = add(running, evaluate(running[1], split.num, split.tail), split.num)
+    return ratio(*running[0])
 
 
-def weigh(micro: Micro, rows: int, skip_nonfinite: bool) -> tuple[Any, Any, Any]:
-    """`(weight, scale, keep)`, as `accumulator.fold` takes them, for a microbatch of `rows` rows.
+def weigh(micro: Micro, rows: int) -> tuple[Any, Any]:
+    """`(weight, scale)`, as `accumulator.fold` takes them, for a microbatch of `rows` rows.
 
     A mean over the rows weighs as many as there are, and its gradient is scaled to that of a total, if it is not one.
     """
-    is_total = micro.weight is not None or grads_of_total(micro.grads, micro.loss)
-    weight, scale = rows if micro.weight is None else micro.weight, None if is_total else rows
-    keep = accumulator.all_finite(micro.grads, micro.loss, weight) if skip_nonfinite else None
-    return weight, scale, keep
+    weight, scale = rows if micro.weight is None else micro.weight, micro.scale
+    return weight, scale
 
 
 def fold_micro(window: Window, micro: Micro, split: Split, index: Any, options: Options) -> Window:
     """Add one microbatch, number `index`, to the sums; the smaller last one is `split.num`."""
     rows = split.rows_of(index)
-    weight, scale, keep = weigh(micro, rows, options.skip_nonfinite)
+    (weight, scale), keep = weigh(micro, rows), micro.keep
     loss = jnp.asarray(micro.loss).astype(window.loss.dtype)
     added = loss * rows if micro.weight is None else loss
     added, counted = (part if keep is None else jnp.where(keep, part, 0) for part in (added, weight))
@@ -156,6 +160,7 @@ def fold_micro(window: Window, micro: Micro, split: Split, index: Any, options: 
         weight_low,
         reducers.fold(options.aux, window.aux, micro.aux, split, weight=weight, index=index, keep=keep),
         None if keep is None or window.kept is None else window.kept.at[index].set(keep),
+        micro.carry,
     )
 
 

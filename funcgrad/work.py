@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.extend.core
+import jax.numpy as jnp
 
 
 def arithmetic(jaxpr: jax.extend.core.Jaxpr) -> float:
@@ -19,6 +20,19 @@ def arithmetic(jaxpr: jax.extend.core.Jaxpr) -> float:
       48.0
     """
     return float(sum(_of_equation(equation) for equation in jaxpr.eqns))
+
+
+def scales_exactly(jaxpr: jax.extend.core.Jaxpr) -> bool:
+    """Whether the gradient of a multiple of the result is the multiple of its gradient, but for the last bit.
+
+    It may not be where there is a `custom_vjp`, which need not be linear, or a number of 16 bits, which might overflow.
+    """
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("custom_vjp_call") or not all(map(scales_exactly, nested(equation.params))):
+            return False
+    variables = [variable for equation in jaxpr.eqns for variable in equation.outvars] + list(jaxpr.invars)
+    dtypes = [getattr(variable.aval, "dtype", None) for variable in variables]
+    return not any(dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 for dtype in dtypes)
 
 
 def holds_convolution(jaxpr: jax.extend.core.Jaxpr) -> bool:

@@ -44,11 +44,12 @@ class TestFoldOver:
     def _squares(num, loop):
         seen = []
 
-        def step(index):
+        def step(_, index):
             seen.append(index)
             return index**2
 
-        carry, _ = loops.fold_over(step, lambda like: jnp.int32(0), lambda carry, output, _: carry + output, num, loop)
+        fold = loops.Fold(lambda like: jnp.int32(0), lambda carry, output, _: carry + output)
+        carry, _ = loops.fold_over(step, None, fold, num, loop)
         return carry, seen
 
     @pytest.mark.parametrize("loop", ["auto", "scan", "unroll", 1, 3, 100])

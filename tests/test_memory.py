@@ -99,7 +99,10 @@ class TestPlan:
                 report=seen.append,
             )
             assert all(candidate.seconds > 0 for candidate in found.candidates)
-        assert [candidate.num_microbatches for candidate in seen] == [2, 4, 2, 4]
+        assert [(candidate.num_microbatches, candidate.seconds is None) for candidate in seen[:4]] == [
+            *[(2, True), (4, True)],
+            *[(2, False), (4, False)],
+        ]
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model.params))
         with pytest.raises(TypeError, match="measure=True runs the steps and needs arrays"):
             fg.plan(model.loss_fn, shapes(model.params), model.batch, measure=True)
@@ -130,12 +133,25 @@ class TestPlan:
             found = fg.plan(*arguments, optimizer=optimizer, has_aux=True, key_argnums=2)
             assert [candidate.num_microbatches for candidate in found.candidates] == [1, 2, 3, 6]
 
+    def test_the_loop_and_the_buffer_are_those_of_the_step(self):
+        model = models.convolutional(rows=16, side=16)
+        for loop in ("host", "unroll", "auto"):
+            options = {"optimizer": OPTIMIZER, "candidates": [4], "loop": loop}
+            found = fg.plan(model.loss_fn, model.params, model.batch, dtype=jnp.float32, compensated=True, **options)
+            state = fg.TrainState.create(model.params, OPTIMIZER, compensated=True)
+            step = fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=4, loop=loop)
+            analysis = step.lower(state, model.batch).compile().memory_analysis()
+            assert found.candidates[0].memory == analysis
+
     def test_bad_arguments(self, model):
+        for name in ("num_microbatches", "microbatch_size"):
+            with pytest.raises(ValueError, match=f"plan looks for the number .* itself; leave {name} out"):
+                fg.plan(model.loss_fn, model.params, model.batch, **{name: 2})
         with pytest.raises(ValueError, match="num_microbatches=3 does not divide the batch of 16 rows"):
             fg.plan(model.loss_fn, model.params, model.batch, candidates=[3])
         with pytest.raises(ValueError, match="candidates must name at least one number"):
             fg.plan(model.loss_fn, model.params, model.batch, candidates=[])
-        for budget in ("8 apples", 0, -1, "GiB"):
+        for budget in ("8 apples", 0, -1, "GiB", float("inf"), float("nan")):
             with pytest.raises(ValueError, match=r"a budget must be a number of bytes above 0, or text like '8GiB'"):
                 fg.plan(model.loss_fn, model.params, model.batch, budget_bytes=budget)
 
@@ -152,6 +168,13 @@ class TestBisection:
         place = memory.fewest_that_fit(range(1, 257), size, budget)
         assert place + 1 == max(1, 257 - budget)
         assert len(set(looked)) <= 9
+
+    def test_sizes_that_do_not_fall(self):
+        """The whole batch is looked at first, and all before it says that nothing fits."""
+        sizes = {1: 7, 2: 12, 4: 12, 8: 11, 16: 6}
+        assert memory.fewest_that_fit(list(sizes), sizes.get, 7) == 0
+        assert memory.fewest_that_fit(list(sizes), sizes.get, 6) == 4
+        assert memory.fewest_that_fit([2, 4, 8, 16, 32], {2: 12, 4: 12, 8: 5, 16: 12, 32: 12}.get, 6) == 2
 
     def test_divisors(self):
         assert memory.divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]

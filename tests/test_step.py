@@ -199,3 +199,96 @@ class TestCosts:
             ours = program.compile().cost_analysis()
             assert ours["flops"] <= 1.05 * theirs["flops"]
             assert ours["bytes accessed"] <= 1.05 * theirs["bytes accessed"] + extra
+
+
+class TestPlans:
+    """One step object serves states and arguments of many kinds."""
+
+    def test_states_that_train_other_leaves(self):
+        params, x = {"a": jnp.ones(3), "b": jnp.ones(3), "c": jnp.ones(3)}, jnp.arange(12.0).reshape(4, 3)
+        loss_fn = lambda params, x: jnp.mean((x @ (params["a"] * params["b"] + params["c"])) ** 2)
+        step = fg.train_step(loss_fn, optax.sgd(1e-3), num_microbatches=2, loop="host")
+        for trained in ("a", "b", "ac", "abc"):
+            trainable = {name: name in trained for name in params}
+            state, _ = step(fg.TrainState.create(params, optax.sgd(1e-3), trainable=trainable), x)
+            moved = {name: not jnp.array_equal(state.params[name], params[name]) for name in params}
+            assert moved == trainable
+
+    def test_another_optimizers_state_comes_later(self):
+        model = models.mlp()
+        step = fg.train_step(model.loss_fn, optax.sgd(0.1), num_microbatches=4, loop="host")
+        step(fg.TrainState.create(model.params, optax.sgd(0.1)), model.batch)
+        other = fg.TrainState.create(model.params, OPTIMIZER)
+        with pytest.raises(ValueError, match="opt_state is not of this optimizer"):
+            step(other, model.batch)
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(other))
+
+    @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.lbfgs()], ids=["sgd", "lbfgs"])
+    def test_an_array_that_is_in_the_state_and_among_the_arguments(self, optimizer):
+        loss_fn = lambda params, x, before: jnp.mean((x * params["w"] - before["w"]) ** 2)
+        x, results = jnp.arange(8.0), []
+        for copy in (False, True):
+            step = fg.train_step(loss_fn, optimizer, num_microbatches=4, loop="host")
+            state = fg.TrainState.create({"w": jnp.array(1.5)}, optimizer)
+            state, _ = step(state, x, jax.tree.map(jnp.copy, state.params) if copy else state.params)
+            results.append(state.params)
+        assert relative_difference(*results) <= FLOAT32_TOLERANCE
+
+    def test_without_donation_the_copy_counts(self):
+        model = models.mlp()
+        state = fg.TrainState.create(model.params, OPTIMIZER)
+        found = {
+            donate: fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=4, loop="host", donate=donate)
+            .lower(state, model.batch)
+            .compile()
+            .memory_analysis()
+            for donate in (True, False)
+        }
+        buffer = sum(leaf.nbytes for leaf in jax.tree.leaves(state.buffer))
+        assert found[False].temp_size_in_bytes - found[True].temp_size_in_bytes >= buffer
+        assert found[False].alias_size_in_bytes == 0
+
+
+class TestScaleOfAMean:
+    """Where the rows enter the gradient of a mean."""
+
+    @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+    def test_a_rule_that_clips_sees_the_gradient_of_the_mean(self, wrap):
+        @jax.custom_vjp
+        def clip(value):
+            return value
+
+        clip.defvjp(lambda value: (value, None), lambda _, cotangent: (jnp.clip(cotangent, -1e-2, 1e-2),))
+        loss_fn = lambda w, x: jnp.mean(clip(x @ w) ** 2)
+        x = jax.random.normal(jax.random.key(0), (12, 4))
+        buffer, _ = wrap(fg.backward(loss_fn))(fg.zeros(jnp.ones(4)), jnp.ones(4), x)
+        np.testing.assert_allclose(fg.mean(buffer), jax.grad(loss_fn)(jnp.ones(4), x), rtol=1e-5)
+        parts = [jax.grad(loss_fn)(jnp.ones(4), x[index::3]) for index in range(3)]
+        grads = wrap(fg.grad(loss_fn, num_microbatches=3))(jnp.ones(4), x)
+        np.testing.assert_allclose(grads, np.mean(parts, axis=0), rtol=1e-5)
+
+    def test_a_loss_that_computes_in_float16_does_not_overflow(self):
+        def loss_fn(w, x):
+            return jnp.mean(jnp.tanh(x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32) ** 2) * 2.0**13
+
+        x = jax.random.normal(jax.random.key(0), (1024, 4))
+        whole = jax.grad(loss_fn)(jnp.ones(4) / 2, x)
+        grads = jax.jit(fg.grad(loss_fn, num_microbatches=2))(jnp.ones(4) / 2, x)
+        np.testing.assert_allclose(grads, whole, rtol=1e-2)  # float16
+
+    @pytest.mark.parametrize(
+        ("function", "exact"),
+        [
+            (lambda x: jnp.sum(jnp.tanh(x)), True),
+            (lambda x: jnp.sum(jax.nn.relu(x)), True),
+            (lambda x: jnp.sum(x.astype(jnp.bfloat16)), False),
+            (
+                lambda x: jax.lax.scan(lambda c, _: (c + jnp.sum(x.astype(jnp.float16)), None), jnp.float16(0), None, length=2)[
+                    0
+                ],
+                False,
+            ),
+        ],
+    )
+    def test_which_losses_scale_exactly(self, function, exact):
+        assert work.scales_exactly(jax.make_jaxpr(function)(jnp.ones(3)).jaxpr) == exact
