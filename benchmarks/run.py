@@ -1,6 +1,7 @@
 """Measure a training step in every form, interleaved in one process: `python benchmarks/run.py --help`.
 
-Each round runs every contender once, so that whatever else the machine does falls on all of them. What is printed are medians
+Each round runs every contender once, in an order of its own, so that whatever else the
+machine does falls on all of them. What is printed are medians
 and ratios to the best form written by hand that has the memory of a scan.
 """
 
@@ -8,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -76,7 +78,9 @@ def measure(name: str, num: int, options: argparse.Namespace, progress: Any) -> 
     began, rounds = time.perf_counter(), 0
     while rounds < options.rounds or time.perf_counter() - began < options.seconds:
         rounds += 1
-        for contender, made in ready.items():
+        # In another order each time: what ran before leaves the caches and the clock as it likes.
+        for contender in random.sample(list(ready), len(ready)):
+            made = ready[contender]
             start = time.perf_counter()
             jax.block_until_ready(made.run())
             times[contender].append(time.perf_counter() - start)

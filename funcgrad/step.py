@@ -106,7 +106,9 @@ class TrainStep:
         self._program = JittedStep(step, donate=donate)
         # The loss function is traced in `_differentiate` only, once for given shapes, whichever program asks for it.
         self._microbatch = jax.jit(self._differentiate, static_argnums=0)
-        self._fold = jax.jit(self._fold_microbatch, static_argnums=0, donate_argnums=1)
+        self._fold = jax.jit(
+            self._fold_microbatch, static_argnums=0, donate_argnums=1
+        )  # the numbers of a window are not donated
         self._finish = jax.jit(self._finish_window, static_argnums=0, donate_argnums=(1, 2) if donate else 2)
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -116,16 +118,16 @@ class TrainStep:
         if plan.begin is None:
             return self._program(state, *args, **kwargs)
         # Once, and not at every microbatch, NumPy's arrays go to the device, and what the state will overwrite is copied.
-        given = set(map(id, jax.tree.leaves(arrays))) if self._donate else set()
-        args, kwargs = jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in given else jnp.asarray(leaf), (args, kwargs))
+        held = set(map(id, jax.tree.leaves(arrays))) if self._donate else set()
+        args, kwargs = jax.tree.map(functools.partial(_to_keep, held), (args, kwargs))
         inputs = _Inputs(arrays.params, args, kwargs)
         constants = _Constants(static, plan.mask)
         buffer = arrays.buffer if self._donate else jax.tree.map(jnp.copy, arrays.buffer)
         sums = plan.begin()._replace(buffer=buffer, carry=jax.tree.map(jnp.copy, self._carry(static, inputs)))
         for index in range(plan.num):
-            sums = self._fold(constants, sums, inputs, np.int32(index))
+            sums = self._fold(constants, *_arrays_first(sums), inputs, np.int32(index))
         if plan.tail:
-            sums = self._fold(constants._replace(tail=True), sums, inputs, np.int32(plan.num))
+            sums = self._fold(constants._replace(tail=True), *_arrays_first(sums), inputs, np.int32(plan.num))
         new, metrics = self._finish(constants, _without_buffer(arrays), *_apart(sums), args, kwargs)
         return put_together(new, static), metrics
 
@@ -139,9 +141,9 @@ class TrainStep:
         constants, index = _Constants(static, plan.mask), jax.ShapeDtypeStruct((), jnp.int32)
         carry = jax.eval_shape(lambda inputs: self._carry(static, inputs), inputs)
         sums = jax.eval_shape(plan.begin)._replace(buffer=arrays.buffer, carry=carry)
-        programs = {"microbatch": self._fold.lower(constants, sums, inputs, index)}
+        programs = {"microbatch": self._fold.lower(constants, *_arrays_first(sums), inputs, index)}
         if plan.tail:
-            programs["tail"] = self._fold.lower(constants._replace(tail=True), sums, inputs, index)
+            programs["tail"] = self._fold.lower(constants._replace(tail=True), *_arrays_first(sums), inputs, index)
         programs["update"] = self._finish.lower(constants, _without_buffer(arrays), *_apart(sums), args, kwargs)
         return Lowered(programs, (arrays, args, kwargs), () if self._donate else arrays.buffer)
 
@@ -153,7 +155,9 @@ class TrainStep:
         if any(isinstance(leaf, Tracer) for leaf in (first, *leaves)):
             return _ONE_PROGRAM
         whole, structure = jax.tree.flatten(arrays)
-        key = static, treedef, structure, tuple(map(kind_of, (*whole, *leaves)))
+        # At every step, so as little as will do: the state's leaves lie where the first parameter lies.
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in whole)
+        key = static, treedef, structure, shapes, tuple(map(kind_of, (first, *leaves)))
         if key not in self._plans:
             self._plans[key] = self._make_plan(static, arrays, inputs)
         return self._plans[key]
@@ -179,8 +183,11 @@ class TrainStep:
         # All that can be wrong with the arguments shows here, before anything is given away.
         sums = jax.eval_shape(begin)._replace(buffer=arrays.buffer, carry=call.carry)
         for is_tail in (False, True)[: 1 + (split.tail > 0)]:
-            sums = self._fold.eval_shape(constants._replace(tail=is_tail), sums, inputs, np.int32(0))
+            sums = self._fold.eval_shape(constants._replace(tail=is_tail), *_arrays_first(sums), inputs, np.int32(0))
         self._finish.eval_shape(constants, _without_buffer(arrays), *_apart(sums), *inputs[1:])
+        zeros = begin()
+        if not jax.tree.leaves(_arrays_first(zeros)[0]):  # nothing that a microbatch overwrites: the same each time
+            return _Plan(lambda: zeros, mask, split.num, split.tail > 0)
         return _Plan(jax.jit(begin), mask, split.num, split.tail > 0)
 
     def _call(self, static: Static | None, inputs: _Inputs) -> Call:
@@ -196,7 +203,8 @@ class TrainStep:
         reducers.check_aux(self._options.aux, micro.aux, call.split.rows_of(index))
         return micro
 
-    def _fold_microbatch(self, constants: _Constants, sums: Window, inputs: _Inputs, index: Any) -> Window:
+    def _fold_microbatch(self, constants: _Constants, arrays: Window, numbers: Window, inputs: _Inputs, index: Any) -> Window:
+        sums = Window(*(number if array is None else array for array, number in zip(arrays, numbers, strict=True)))
         split = self._call(constants.static, inputs).split
         micro = self._microbatch(constants, inputs, sums.carry, index)
         return window.fold_micro(sums, micro, split, split.num if constants.tail else index, self._options)
@@ -241,9 +249,21 @@ class TrainStep:
         return state, metrics | ({"carry": sums.carry} if options.carry_argnum is not None else {})
 
 
+def _arrays_first(sums: Window) -> tuple[Window, Window]:
+    """The window twice: its arrays, whose memory is reused, and its numbers."""
+    arrays = sums._replace(loss=None, weight=None, weight_low=None)
+    return arrays, sums._replace(buffer=None, aux=None, kept=None, carry=None)
+
+
 def _apart(sums: Window) -> tuple[GradBuffer, Window]:
     """The buffer, whose memory is reused, and the rest."""
     return sums.buffer, sums._replace(buffer=None)
+
+
+def _to_keep(held: set[int], leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jnp.copy(leaf) if id(leaf) in held else leaf
+    return jnp.asarray(leaf)
 
 
 def _without_buffer(state: TrainState) -> TrainState:
@@ -252,6 +272,8 @@ def _without_buffer(state: TrainState) -> TrainState:
 
 def kind_of(leaf: Any) -> Any:
     """All that decides what an argument is compiled to."""
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), leaf.sharding
     return jnp.shape(leaf), trees.dtype_of(leaf), getattr(leaf, "weak_type", False), getattr(leaf, "sharding", None)
 
 

@@ -70,6 +70,8 @@ def _clear(buffer: GradBuffer, grad_norm: jax.Array) -> GradBuffer:
     never = grad_norm < 0
 
     def clear(leaf: jax.Array) -> jax.Array:
+        if not leaf.ndim:
+            return jnp.zeros_like(leaf)  # costs no memory, and so no operation
         # Without shard_alike, the zeros of a sharded leaf would be whole on every device.
         return shard_alike(leaf, jnp.zeros_like(leaf) + never.astype(leaf.dtype))[1]
 

@@ -31,10 +31,10 @@ class Window(NamedTuple):
     """
 
     buffer: Any
-    loss: jax.Array
+    loss: Any
     weight: jax.Array | None
     weight_low: jax.Array | None
-    aux: list[Any]
+    aux: Any
     kept: jax.Array | None
     carry: PyTree = None
 
