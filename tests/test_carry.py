@@ -36,8 +36,9 @@ def by_hand(parts, loss_fn=loss_fn):
     return losses / rows, carry, jax.tree.map(lambda total: total / rows, grads)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("loop", "wrap"), [("auto", lambda fun: fun), *((loop, jax.jit) for loop in LOOPS if loop != "auto")], ids=str
+)
 @pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 3}, {"num_microbatches": 1}], ids=str)
 def test_value_and_grad(wrap, loop, options):
     fun = fg.value_and_grad(

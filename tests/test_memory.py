@@ -116,7 +116,7 @@ class TestPlan:
     def test_plot(self, model):
         mpl.use("Agg")
         found = fg.plan(
-            model.loss_fn, model.params, model.batch, optimizer=OPTIMIZER, budget_bytes="1GiB", candidates=(1, 2), measure=True
+            model.loss_fn, model.params, model.batch, optimizer=OPTIMIZER, budget_bytes="1GiB", candidates=[2], measure=True
         )
         figure = found.plot()
         lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}

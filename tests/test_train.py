@@ -16,7 +16,7 @@ import funcgrad as fg
 OPTIMIZER = optax.adam(1e-2)
 
 
-@pytest.fixture(params=["auto", "host"], autouse=True)
+@pytest.fixture(params=["auto", "host"])
 def form(request, monkeypatch):
     """Everything holds for a step in one program, and for one whose microbatches the host drives."""
     monkeypatch.setattr(fg, "train_step", functools.partial(fg.train_step, loop=request.param))
@@ -223,6 +223,7 @@ def test_a_count_that_a_user_sets_to_a_number():
     assert state.step == 3
 
 
+@pytest.mark.usefixtures("form")
 class TestTracesOnce:
     @staticmethod
     def _counted():
@@ -284,6 +285,7 @@ class TestTracesOnce:
         assert _compilations(caplog, "step") == 1
 
 
+@pytest.mark.usefixtures("form")
 class TestDonation:
     """pytest turns JAX's warning about unusable donated buffers into an error."""
 
@@ -369,6 +371,7 @@ class TestDonation:
         assert state.step == 1
 
 
+@pytest.mark.usefixtures("form")
 class TestMetrics:
     def test_values(self):
         step = fg.train_step(lambda w, x: (jnp.mean(w * x), {"sum": x.sum()}), optax.sgd(1.0), has_aux=True, aux="sum")
@@ -388,6 +391,7 @@ class TestMetrics:
         assert abs(metrics["grad_norm"] - abs(jax.grad(quadratic)(params, rows())["b"])) <= 1e-5
 
 
+@pytest.mark.usefixtures("form")
 class TestWindows:
     def test_train_step_goes_on_with_a_window_that_was_begun(self):
         steps = fg.micro_steps(quadratic, OPTIMIZER)
