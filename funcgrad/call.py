@@ -281,7 +281,15 @@ def _value_and_grad(scalar: Any, selected: PyTree, rows: int | None) -> tuple[An
     if rows is None or rows == 1 or not loops.is_staging():
         (loss, (weight, aux)), grads = jax.value_and_grad(scalar, has_aux=True)(selected)
         return loss, weight, aux, grads, None if weight is not None or rows in (None, 1) else rows
-    closed, like = jax.make_jaxpr(scalar, return_shape=True)(selected)
+
+    def recorded(selected: PyTree) -> Any:
+        output = scalar(selected)
+        for name, leaf in trees.leaves_with_names(output[1][1], "aux"):
+            if trees.dtype_of(leaf) is None:
+                raise TypeError(f"{name} must be numeric to be reduced over microbatches; got {trees.describe(leaf)}")
+        return output
+
+    closed, like = jax.make_jaxpr(recorded, return_shape=True)(selected)
     run, treedef = jax.extend.core.jaxpr_as_fun(closed), jax.tree.structure(like)
     is_total = like[1][0] is not None
     in_backward = not is_total and work.scales_exactly(closed.jaxpr)

@@ -316,7 +316,8 @@ class TestSignatures:
         keyword_only = lambda fun: {name for name, p in inspect.signature(fun).parameters.items() if p.kind is p.KEYWORD_ONLY}
         options = keyword_only(fg.value_and_grad)
         assert set(MicrobatchOptions.__annotations__) == options
-        assert keyword_only(fg.train_step) == options - {"dtype"} | {"has_aux", "donate"}  # the state has the dtype
+        of_the_state = {"dtype", "compensated"}
+        assert keyword_only(fg.train_step) == options - of_the_state | {"has_aux", "donate", "budget_bytes"}
         assert keyword_only(fg.backward) | {"donate"} == keyword_only(fg.micro_steps)
         assert keyword_only(fg.backward) - {"has_aux"} <= options
 
