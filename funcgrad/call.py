@@ -10,7 +10,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from funcgrad import checks, keys, loops, microbatch, trees, work
+from funcgrad import checks, keys, loops, microbatch, reducers, trees, work
 from funcgrad.accumulator import all_finite
 from funcgrad.loss import WeightedLoss, read_loss
 from funcgrad.options import Options
@@ -178,8 +178,8 @@ class Call:
     def _read_carry(self, old: PyTree, output: Any) -> tuple[PyTree, PyTree]:
         if not isinstance(output, tuple | list) or len(output) != 2:
             raise TypeError(
-                f"with carry_argnum the function must return (loss, (carry, aux)); got {_kind(output)} beside the loss. aux "
-                "may be None"
+                f"with carry_argnum the function must return (loss, (carry, aux)); got {trees.describe_output(output)} beside "
+                "the loss. aux may be None"
             )
         carry, aux = output
         name = f"args[{self.carry_argnums[0]}]"
@@ -286,7 +286,7 @@ def _value_and_grad(scalar: Any, selected: PyTree, rows: int | None) -> tuple[An
         output = scalar(selected)
         for name, leaf in trees.leaves_with_names(output[1][1], "aux"):
             if trees.dtype_of(leaf) is None:
-                raise TypeError(f"{name} must be numeric to be reduced over microbatches; got {trees.describe(leaf)}")
+                raise reducers.not_numeric(name, leaf)
         return output
 
     closed, like = jax.make_jaxpr(recorded, return_shape=True)(selected)
@@ -304,10 +304,6 @@ def _value_and_grad(scalar: Any, selected: PyTree, rows: int | None) -> tuple[An
 
 def _chosen(keep: Any, new: Any, old: Any) -> Any:
     return jnp.where(keep, new, old) if not trees.is_key(new) else jax.lax.select(jnp.broadcast_to(keep, new.shape), new, old)
-
-
-def _kind(output: Any) -> str:
-    return f"a {type(output).__name__} of {len(output)}" if isinstance(output, tuple | list) else trees.describe(output)
 
 
 def _is_number(argnums: Any) -> bool:

@@ -1,11 +1,13 @@
 """What a step is compiled to: one program or several, and the memory that they need."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
 from funcgrad.trees import PyTree
+
+_Stage = TypeVar("_Stage")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,8 @@ class MemoryAnalysis:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lowered:
-    """The programs of a step, not yet compiled: `step` alone, or `microbatch`, `tail` and `update`.
+class _Programs(Generic[_Stage]):
+    """The programs of a step: `step` alone, or `microbatch`, `tail` and `update`.
 
     Attributes:
       programs: by name.
@@ -42,9 +44,13 @@ class Lowered:
       copied: what of it is copied first, because it must stay.
     """
 
-    programs: dict[str, jax.stages.Lowered]
+    programs: dict[str, _Stage]
     inputs: PyTree
     copied: PyTree = ()
+
+
+class Lowered(_Programs[jax.stages.Lowered]):
+    """The programs of a step, not yet compiled: `programs` holds `step` alone, or `microbatch`, `tail` and `update`."""
 
     def compile(self) -> "Compiled":
         """Compile all programs."""
@@ -55,19 +61,8 @@ class Lowered:
         return "\n".join(program.as_text() for program in self.programs.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """The compiled programs of a step.
-
-    Attributes:
-      programs: by name.
-      inputs: what they are called with, or its shapes.
-      copied: what of it is copied first, because it must stay.
-    """
-
-    programs: dict[str, jax.stages.Compiled]
-    inputs: PyTree
-    copied: PyTree = ()
+class Compiled(_Programs[jax.stages.Compiled]):
+    """The compiled programs of a step, by the same names."""
 
     def memory_analysis(self) -> MemoryAnalysis:
         """The memory that the step needs."""

@@ -44,7 +44,9 @@ class Fold(NamedTuple):
     handed_on: Callable[[PyTree], PyTree] = lambda carry: None
 
 
-def fold_over(step: Callable[[PyTree, Any], PyTree], first: PyTree, fold: Fold, num: int, loop: Loop) -> tuple[PyTree, PyTree]:
+def fold_over(
+    step: Callable[[PyTree, Any], PyTree], first: PyTree, fold: Fold, num: int, loop: Loop, *, in_turn: bool = False
+) -> tuple[PyTree, PyTree]:
     """Fold the outputs of `num` steps into one carry.
 
     Inside a trace (`jax.jit`, `jax.make_jaxpr`, ...) `step` is traced once, whatever the loop. Outside, where every
@@ -56,13 +58,13 @@ def fold_over(step: Callable[[PyTree, Any], PyTree], first: PyTree, fold: Fold, 
       first: the first step's input; those of the others are what `fold.handed_on` gives.
       fold: what becomes of the outputs.
       num: how many steps, at least 1.
-      loop: `"scan"`, `"unroll"`, `"ordered"` (unrolled, but in turn), `"auto"`, `"frugal"` (that, but ordered for unrolled), or
-        how many steps a loop body holds.
+      loop: `"scan"`, `"unroll"`, `"ordered"` (unrolled, but in turn), `"auto"`, or how many steps a loop body holds.
+      in_turn: whether `"auto"` means `"ordered"` where it would be `"unroll"`.
 
     Returns:
       `(carry, like)`: the last carry, and an output or its shapes.
     """
-    if not is_staging() and loop in ("auto", "frugal", "unroll", "ordered"):
+    if not is_staging() and loop in ("auto", "unroll", "ordered"):
         return _fold_eagerly(step, first, fold, num)
     closed, like = jax.make_jaxpr(step, return_shape=True)(first, jax.ShapeDtypeStruct((), jnp.int32))
     treedef = jax.tree.structure(like)
@@ -72,9 +74,9 @@ def fold_over(step: Callable[[PyTree, Any], PyTree], first: PyTree, fold: Fold, 
         output = treedef.unflatten(run_flat(*jax.tree.leaves(fold.handed_on(carry)), index))
         return fold.add(carry, output, index), None
 
-    if loop in ("auto", "frugal"):
-        chosen = choose(closed, default_platform(), num)
-        loop = "ordered" if (loop, chosen) == ("frugal", "unroll") else chosen
+    if loop == "auto":
+        loop = choose(closed, default_platform(), num)
+        loop = "ordered" if in_turn and loop == "unroll" else loop
     carry = fold.init(like)
     if loop in ("unroll", "ordered") or num == 1:
         for index in range(num):

@@ -68,14 +68,14 @@ def read_loss(output: Any, has_aux: bool) -> tuple[Any, Any]:
     if has_aux:
         if not isinstance(output, tuple | list) or len(output) != 2:
             raise TypeError(
-                f"with has_aux=True the loss function must return a pair (loss, aux); got {_kind(output)}. "
+                f"with has_aux=True the loss function must return a pair (loss, aux); got {trees.describe_output(output)}. "
                 "Return a pair, or leave has_aux out"
             )
         loss, aux = output
     else:
         if isinstance(output, tuple):
             raise TypeError(
-                f"the loss function must return a scalar or a WeightedLoss; got {_kind(output)}. "
+                f"the loss function must return a scalar or a WeightedLoss; got {trees.describe_output(output)}. "
                 "If it returns (loss, aux), pass has_aux=True"
             )
         loss, aux = output, None
@@ -102,7 +102,3 @@ def check_real_scalar(value: Any, name: str, advice: str, *, integers: bool) -> 
     )
     if not real or jnp.shape(value) != ():
         raise TypeError(f"{name} must be a real scalar, float32[] for example; got {trees.describe(value)}. {advice}")
-
-
-def _kind(output: Any) -> str:
-    return f"a {type(output).__name__} of {len(output)}" if isinstance(output, tuple | list) else trees.describe(output)

@@ -167,7 +167,7 @@ def check_aux(aux: PyTree, like: PyTree, rows: int) -> None:
     for (place, leaf), reduction in zip(trees.leaves_with_names(like, "aux"), reductions, strict=True):
         dtype = trees.dtype_of(leaf)
         if dtype is None or not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
-            raise TypeError(f"{place} must be numeric to be reduced over microbatches; got {trees.describe(leaf)}")
+            raise not_numeric(place, leaf)
         if reduction == "mean" and not trees.is_differentiable(leaf):
             raise TypeError(
                 f'{place} is {trees.describe(leaf)}, which has no mean in its own dtype. Reduce it with "sum", as in '
@@ -180,6 +180,11 @@ def check_aux(aux: PyTree, like: PyTree, rows: int) -> None:
                 f'{place} is {trees.describe(leaf)}, but "concat" joins leaves that have a row for each row of the microbatch, '
                 f'here {rows}. Use "stack" for what there is once for a microbatch'
             )
+
+
+def not_numeric(place: str, leaf: Any) -> TypeError:
+    """The error for a leaf of aux that is no number."""
+    return TypeError(f"{place} must be numeric to be reduced over microbatches; got {trees.describe(leaf)}")
 
 
 def init(aux: PyTree, like: PyTree, split: Split) -> list[Any]:

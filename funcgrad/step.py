@@ -93,9 +93,8 @@ class TrainStep:
         loop: loops.Loop = "auto",
         donate: bool = True,
     ):
-        options = dataclasses.replace(options, loop="auto" if loop == "host" else loop)
-        if options.loop == "auto":  # a step promises the memory of one microbatch
-            object.__setattr__(options, "loop", "frugal")
+        # In turn: a step promises the memory of one microbatch.
+        options = dataclasses.replace(options, loop="auto" if loop == "host" else loop, in_turn=True)
         self._loss_fn, self._optimizer, self._options = loss_fn, optimizer, options
         self._host, self._donate = {"auto": None, "host": True}.get(str(loop), False), donate
         self._plans: dict[Any, _Plan] = {}
@@ -106,9 +105,7 @@ class TrainStep:
         self._program = JittedStep(step, donate=donate)
         # The loss function is traced in `_differentiate` only, once for given shapes, whichever program asks for it.
         self._microbatch = jax.jit(self._differentiate, static_argnums=0)
-        self._fold = jax.jit(
-            self._fold_microbatch, static_argnums=0, donate_argnums=1
-        )  # the numbers of a window are not donated
+        self._fold = jax.jit(self._fold_microbatch, static_argnums=0, donate_argnums=1)
         self._finish = jax.jit(self._finish_window, static_argnums=0, donate_argnums=(1, 2) if donate else 2)
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -159,6 +156,8 @@ class TrainStep:
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in whole)
         key = static, treedef, structure, shapes, tuple(map(kind_of, (first, *leaves)))
         if key not in self._plans:
+            if loops.is_staging():  # a plan may outlive the trace
+                return _ONE_PROGRAM
             self._plans[key] = self._make_plan(static, arrays, inputs)
         return self._plans[key]
 
@@ -181,14 +180,15 @@ class TrainStep:
             return window.begin(split, buffer, like, self._options)._replace(buffer=None)
 
         # All that can be wrong with the arguments shows here, before anything is given away.
-        sums = jax.eval_shape(begin)._replace(buffer=arrays.buffer, carry=call.carry)
+        zeros = jax.eval_shape(begin)
+        sums = zeros._replace(buffer=arrays.buffer, carry=call.carry)
         for is_tail in (False, True)[: 1 + (split.tail > 0)]:
             sums = self._fold.eval_shape(constants._replace(tail=is_tail), *_arrays_first(sums), inputs, np.int32(0))
         self._finish.eval_shape(constants, _without_buffer(arrays), *_apart(sums), *inputs[1:])
-        zeros = begin()
-        if not jax.tree.leaves(_arrays_first(zeros)[0]):  # nothing that a microbatch overwrites: the same each time
-            return _Plan(lambda: zeros, mask, split.num, split.tail > 0)
-        return _Plan(jax.jit(begin), mask, split.num, split.tail > 0)
+        # Where there is nothing that a microbatch overwrites, it can be the same each time.
+        overwritten = jax.tree.leaves(_arrays_first(zeros)[0])
+        start = jax.jit(begin) if overwritten else functools.partial(_same, begin())
+        return _Plan(start, mask, split.num, split.tail > 0)
 
     def _call(self, static: Static | None, inputs: _Inputs) -> Call:
         return Call(self._loss_fn, self._options, (with_static(inputs.params, static), *inputs.args), inputs.kwargs)
@@ -249,8 +249,12 @@ class TrainStep:
         return state, metrics | ({"carry": sums.carry} if options.carry_argnum is not None else {})
 
 
+def _same(zeros: Window) -> Window:
+    return zeros
+
+
 def _arrays_first(sums: Window) -> tuple[Window, Window]:
-    """The window twice: its arrays, whose memory is reused, and its numbers."""
+    """The window in two: its arrays, whose memory is reused, and its numbers, which are not worth it."""
     arrays = sums._replace(loss=None, weight=None, weight_low=None)
     return arrays, sums._replace(buffer=None, aux=None, kept=None, carry=None)
 

@@ -98,6 +98,11 @@ def describe(leaf: Any) -> str:
     return type(leaf).__name__ if dtype is None else f"{dtype}[{','.join(map(str, jnp.shape(leaf)))}]"
 
 
+def describe_output(output: Any) -> str:
+    """What a function returned: `a tuple of 3`, or as `describe` says."""
+    return f"a {type(output).__name__} of {len(output)}" if isinstance(output, tuple | list) else describe(output)
+
+
 def abbreviate(text: str | list[str], limit: int = 300) -> str:
     """`text`, or a list of names, cut to about `limit` characters, so that a large model does not flood an error."""
     text = text if isinstance(text, str) else ", ".join(text)

@@ -86,7 +86,7 @@ def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[PyTree, 
         return fold_micro(window, micro, split, index, options)
 
     fold = loops.Fold(init, add, lambda window: window.carry)
-    window, like = loops.fold_over(differentiate, call.carry, fold, split.num, options.loop)
+    window, like = loops.fold_over(differentiate, call.carry, fold, split.num, options.loop, in_turn=options.in_turn)
     if split.tail:
         window = fold_micro(window, differentiate(window.carry, split.num), split, split.num, options)
     return close(window, split), like
@@ -123,7 +123,8 @@ def batch_loss(call: Call, mask: list[bool], kept: jax.Array | None, selected: P
         return jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), like[0]), call.carry
 
     fold = loops.Fold(init, add, lambda running: running[1])
-    running, _ = loops.fold_over(step, call.carry, fold, split.num, call.options.loop)
+    options = call.options
+    running, _ = loops.fold_over(step, call.carry, fold, split.num, options.loop, in_turn=options.in_turn)
     if split.tail:
         running = add(running, evaluate(running[1], split.num, split.tail), split.num)
     return ratio(*running[0])

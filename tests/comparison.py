@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 
 # What rounding explains when sums of up to 32 parts are added in another order.
 FLOAT32_TOLERANCE = 1e-5
@@ -34,3 +35,13 @@ def assert_identical(got, want) -> None:
         left, right = np.asarray(left), np.asarray(right)
         assert left.dtype == right.dtype
         assert left.tobytes() == right.tobytes()
+
+
+def watch_losses(seen):
+    """An optimizer that only notes the loss that a step offers it, and what it gives when asked again, as in a search."""
+
+    def update(updates, state, params=None, *, value, value_fn, **extra):
+        seen.append((value, value_fn(params)))
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

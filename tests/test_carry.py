@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparison import FLOAT32_TOLERANCE, relative_difference
+from comparison import FLOAT32_TOLERANCE, relative_difference, watch_losses
 
 import funcgrad as fg
 
@@ -89,13 +89,7 @@ def test_a_skipped_microbatch_hands_on_what_it_was_given():
 
 def test_a_line_search_sees_the_loss_with_the_carry():
     seen = []
-    watching = optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(),
-        lambda updates, state, params=None, *, value, value_fn, **extra: (
-            seen.append((value, value_fn(params))),
-            (updates, state),
-        )[1],
-    )
+    watching = watch_losses(seen)
     step = fg.train_step(loss_fn, watching, microbatch_size=3, order="contiguous", has_aux=True, carry_argnum=2)
     with jax.disable_jit():
         step(fg.TrainState.create(PARAMS, watching), X, start())

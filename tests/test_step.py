@@ -137,6 +137,14 @@ class TestHost:
         assert alive() is None
         assert state.step == 1
 
+    def test_a_step_that_a_trace_closes_over_leaves_nothing_of_the_trace(self):
+        model = models.mlp()
+        step = fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=4, loop="host", donate=False)
+        state = fg.TrainState.create(model.params, OPTIMIZER)
+        with jax.checking_leaks():
+            inside = jax.jit(lambda: step(state, model.batch)[1]["loss"])()
+        np.testing.assert_allclose(inside, step(state, model.batch)[1]["loss"], rtol=1e-5)
+
     def test_numpy_batches(self):
         model = models.mlp()
         step = fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=4, loop="host")

@@ -8,7 +8,7 @@ import models
 import numpy as np
 import optax
 import pytest
-from comparison import FLOAT32_TOLERANCE, assert_identical, relative_difference
+from comparison import FLOAT32_TOLERANCE, assert_identical, relative_difference, watch_losses
 from flax import nnx
 
 import funcgrad as fg
@@ -513,13 +513,7 @@ class TestOptimizers:
     def test_the_loss_that_a_line_search_sees_leaves_out_what_the_window_did(self):
         loss_fn = lambda w, x: jnp.mean(jnp.sqrt(jnp.abs(w * x)))  # where x is 0, the loss is finite and the gradient is not
         seen = []
-        watching = optax.GradientTransformationExtraArgs(
-            lambda params: optax.EmptyState(),
-            lambda updates, state, params=None, *, value, value_fn, **extra: (
-                seen.append((value, value_fn(params))),
-                (updates, state),
-            )[1],
-        )
+        watching = watch_losses(seen)
         step = fg.train_step(loss_fn, watching, num_microbatches=4, skip_nonfinite=True)
         state = fg.TrainState.create(jnp.array(2.0), watching)
         with jax.disable_jit():

@@ -73,20 +73,22 @@ class Graph:
         places = {parameter: index for index, parameter in enumerate(self.parameters)}
         return tuple(places[parameter] for parameter in wanted)
 
-    def backward(self, wanted: list[Parameter], scale: float, old: list[tuple[bool, jax.Array]]) -> list[jax.Array]:
+    def backward(
+        self, wanted: list[Parameter], scale: float, old: list[tuple[bool, jax.Array]], *, wait: bool
+    ) -> list[jax.Array]:
         """The gradients of these parameters, times `scale`, each added to what `old` holds.
 
         Args:
           wanted: which parameters.
           scale: the cotangent of the loss.
           old: for each, whether the gradient is the first, so that nothing is added; and an array, whose memory is reused.
+          wait: whether to wait for the device, so that what fails while it runs fails here.
         """
         assert self.saved is not None
-        indices = self._indices(wanted)
         is_first = np.array([first for first, _ in old])
         given = [array for _, array in old]
-        result = self.programs.backward(self.key, indices, *self.saved, jnp.asarray(scale), is_first, given)
-        if self.may_fail(wanted):
+        result = self.programs.backward(self.key, self._indices(wanted), *self.saved, jnp.asarray(scale), is_first, given)
+        if wait:
             jax.block_until_ready(result)
         loss, aux, summed = result
         self.result = loss, aux

@@ -172,7 +172,7 @@ def gradients(terms: Mapping[Graph, float], chosen: set[Parameter] | None) -> di
         wanted = graph.wanted(chosen)
         if wanted:
             old = [(each not in found, found[each] if each in found else jnp.zeros_like(each._data)) for each in wanted]
-            found.update(zip(wanted, graph.backward(wanted, scale, old), strict=True))
+            found.update(zip(wanted, graph.backward(wanted, scale, old, wait=graph.may_fail(wanted)), strict=True))
     return {parameter: _hooked(parameter, grad) for parameter, grad in found.items()}
 
 
@@ -188,9 +188,10 @@ def _accumulate(terms: Mapping[Graph, float], chosen: set[Parameter] | None) -> 
         elif parameters:
             ((graph, scale),) = terms.items()
             # What may still raise has the gradients put back.
-            keep = graph.may_fail(parameters) or any(parameter._post_hooks for parameter in parameters)
+            may_fail = graph.may_fail(parameters)
+            keep = may_fail or any(parameter._post_hooks for parameter in parameters)
             old = [parameter.grad_to_donate(keep=keep) for parameter in parameters]
-            for parameter, grad in zip(parameters, graph.backward(parameters, scale, old), strict=True):
+            for parameter, grad in zip(parameters, graph.backward(parameters, scale, old, wait=may_fail), strict=True):
                 parameter.set_grad(grad)
         with during(IN_HOOK):
             for parameter in parameters:

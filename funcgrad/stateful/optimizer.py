@@ -26,9 +26,8 @@ class Optimizer:
     Each parameter is given to the transformation by itself, without the loss, so what couples parameters or needs a loss
     belongs elsewhere: clip with `clip_grad_norm_` before the step, as in PyTorch; for masks use groups. Two that the same key
     makes noise for (`optax.add_noise`) get the same noise, and `optax.adam` takes a complex number for one and not for two
-    numbers, as PyTorch does. The pure expression of
-    a step, for one transformation and all parameters together: `updates, opt_state = optimizer.update(fg.mean(buffer),
-    opt_state, params)`, and then `optax.apply_updates`.
+    numbers, as PyTorch does. The pure expression of a step, for one transformation and all parameters together: `updates,
+    opt_state = optimizer.update(fg.mean(buffer), opt_state, params)`, and then `optax.apply_updates`.
 
     Args:
       transformation: any optax transformation, for `params`; or groups, `[(params, transformation), ...]`.
