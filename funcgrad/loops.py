@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from funcgrad import checks, trees
 from funcgrad.trees import PyTree
-from funcgrad.work import arithmetic, holds_convolution
+from funcgrad.work import arithmetic, holds_convolution, live_bytes, output_bytes
 
 LOOPS = ("auto", "scan", "unroll", "ordered")
 Loop = str | int
@@ -100,30 +100,50 @@ MAX_UNROLLED = 32
 # Fewer floating-point operations in a microbatch than this, and calling its program would take longer than running it.
 MIN_WORK_OF_A_CALL = 2e6
 
+# With no more microbatches than this, and fewer operations in each, a step of several programs takes notably longer than one
+# program: some 0.3 ms, where a microbatch takes less than about 10.
+FEW_CALLS = 8
+SMALL_WORK = 1e9
 
-def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> str:
+# Bytes that nobody misses.
+SMALL_MEMORY = 16 * 2**20
+
+
+def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> Loop:
     """What `loop="auto"` stands for inside a trace, for `num` microbatches of the computation `closed`.
 
-    A scan compiles once and keeps the activations of one microbatch. Only on CPU, and only for convolutions, is it slow: the
-    passes that turn a convolution into a fast library call do not reach into loop bodies there, and it then takes 5 to 10
-    times as long. Unrolled microbatches are fast, because XLA on CPU computes them side by side; for the same reason they need
+    A scan compiles once and keeps the activations of one microbatch. On CPU it can be slow, for two reasons.
+
+    Convolutions: the passes that turn them into fast library calls do not reach into loop bodies, and they take 5 to 10 times
+    as long there. Unrolled microbatches are fast, because XLA on CPU computes them side by side; for the same reason they need
     the memory of the whole batch, and they compile for as many times as long as there are microbatches. `"ordered"` gives the
     memory of a scan for up to 1.4 times the time (see `_zero_after`); `train_step` has both (see `prefers_host`).
-    Figures: benchmarks/README.md.
+
+    Gradients that are large beside the activations: each time around, all sums are read and written. Two microbatches in a
+    loop body save half of that (a multilayer perceptron takes .83 to .93 times as long), and cost the memory of one
+    microbatch more. Where activations are what fills the memory there is nothing to gain, and where a microbatch needs more
+    than 16 MiB the memory of a scan is worth more. Figures: benchmarks/README.md.
     """
-    unrolls = platform == "cpu" and num <= MAX_UNROLLED and holds_convolution(closed.jaxpr)
-    return "unroll" if unrolls else "scan"
+    if platform != "cpu":
+        return "scan"
+    if holds_convolution(closed.jaxpr):
+        return "unroll" if num <= MAX_UNROLLED else "scan"
+    return 2 if live_bytes(closed.jaxpr) <= min(2 * output_bytes(closed.jaxpr), SMALL_MEMORY) else "scan"
 
 
-def prefers_host(closed: jax.extend.core.ClosedJaxpr, platform: str) -> bool:
+def prefers_host(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> bool:
     """Whether a step that stands in no trace should call the program of one microbatch again and again, `loop="host"`.
 
     Such a loop has the memory of a scan, compiles once whatever the number of microbatches, and reaches convolutions, so it is
     the best form for these on CPU. Without them a scan is as fast or faster there, and on accelerators it keeps the device busy
-    without the host. A call costs some 20 microseconds, too much only for very small microbatches.
+    without the host. A call costs some 20 microseconds, too much only for very small microbatches; and for a few small ones,
+    one program in the `"ordered"` form is faster still (.93 and .95 times as long for the convolutional network of the
+    benchmarks, 2 and 8 microbatches) and compiles as fast.
     """
-    is_slow = platform == "cpu" and holds_convolution(closed.jaxpr)
-    return is_slow and arithmetic(closed.jaxpr) >= MIN_WORK_OF_A_CALL
+    if platform != "cpu" or not holds_convolution(closed.jaxpr):
+        return False
+    least = MIN_WORK_OF_A_CALL if num > FEW_CALLS else SMALL_WORK
+    return arithmetic(closed.jaxpr) >= least
 
 
 def is_staging() -> bool:

@@ -171,7 +171,7 @@ class TrainStep:
         constants = _Constants(static, mask)
         microbatch = functools.partial(self._microbatch, constants)
         closed, like = jax.make_jaxpr(microbatch, return_shape=True)(inputs, call.carry, np.int32(0))
-        if not (self._host or loops.prefers_host(closed, platform)):
+        if not (self._host or loops.prefers_host(closed, platform, split.num)):
             return _ONE_PROGRAM
         # A plan keeps no arrays alive.
         buffer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays.buffer)

@@ -22,6 +22,32 @@ def arithmetic(jaxpr: jax.extend.core.Jaxpr) -> float:
     return float(sum(_of_equation(equation) for equation in jaxpr.eqns))
 
 
+def live_bytes(jaxpr: jax.extend.core.Jaxpr) -> int:
+    """The most bytes of results that are alive at once when the equations of `jaxpr` run in their order.
+
+    From the shapes alone, and without arguments and constants. A compiler that fuses operations needs less.
+    """
+    uses = [_variables(equation.invars) for equation in jaxpr.eqns]
+    last = {variable: index for index, used in enumerate(uses) for variable in used}
+    last |= dict.fromkeys(_variables(jaxpr.outvars), len(uses))
+    alive: set[Any] = set()
+    held = most = 0
+    for index, (equation, used) in enumerate(zip(jaxpr.eqns, uses, strict=True)):
+        results = set(equation.outvars)
+        inside = max(map(live_bytes, nested(equation.params)), default=0)
+        most = max(most, held + max(inside, sum(map(_size, results))))
+        ended = {variable for variable in (alive & used) | results if last.get(variable, index) == index}
+        held += sum(map(_size, results)) - sum(map(_size, ended))
+        alive |= results
+        alive -= ended
+    return most
+
+
+def output_bytes(jaxpr: jax.extend.core.Jaxpr) -> int:
+    """The bytes of the results of `jaxpr`."""
+    return sum(map(_size, jaxpr.outvars))
+
+
 def scales_exactly(jaxpr: jax.extend.core.Jaxpr) -> bool:
     """Whether the gradient of a multiple of the result is the multiple of its gradient, but for the last bit.
 
@@ -51,6 +77,15 @@ def nested(params: dict[str, Any]) -> Iterator[jax.extend.core.Jaxpr]:
                 yield item.jaxpr
             elif isinstance(item, jax.extend.core.Jaxpr):
                 yield item
+
+
+def _variables(atoms: Any) -> set[Any]:
+    return {atom for atom in atoms if not isinstance(atom, jax.extend.core.Literal)}
+
+
+def _size(variable: Any) -> int:
+    aval = variable.aval
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0) if hasattr(aval, "shape") else 0
 
 
 def _of_equation(equation: Any) -> float:

@@ -28,10 +28,18 @@ class TestAuto:
         assert loops.choose(closed, "cpu", 8) == "unroll"
         assert loops.choose(closed, "gpu", 8) == loops.choose(closed, "tpu", 8) == "scan"
 
-    def test_no_convolution(self):
-        closed = jax.make_jaxpr(lambda x: jnp.dot(x, x))(jnp.ones(3))
+    @pytest.mark.parametrize(
+        ("rows", "width", "loop"),
+        [(4, 64, 2), (1024, 64, "scan"), (4, 2048, "scan")],
+        ids=["large gradients", "large activations", "too much memory"],
+    )
+    def test_two_microbatches_a_loop_body_where_that_costs_little_memory(self, rows, width, loop):
+        loss_fn = lambda ws, x: jnp.mean(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]))
+        weight, x = (jax.ShapeDtypeStruct((size, width), jnp.float32) for size in (width, rows))
+        closed = jax.make_jaxpr(jax.grad(loss_fn))((weight, weight), x)
         assert not work.holds_convolution(closed.jaxpr)
-        assert loops.choose(closed, "cpu", 8) == "scan"
+        assert loops.choose(closed, "cpu", 8) == loop
+        assert loops.choose(closed, "gpu", 8) == "scan"
 
     def test_the_platform_follows_the_default_device(self):
         assert loops.default_platform() == jax.default_backend()

@@ -29,13 +29,20 @@ class TestChoice:
     @pytest.mark.parametrize("name", SIZES)
     def test_the_host_drives_convolutions_on_cpu(self, name):
         on_host = name == "convolutional" and jax.default_backend() == "cpu"
-        assert list(lowered(name, 4).programs) == (["microbatch", "update"] if on_host else ["step"])
+        assert list(lowered(name, 16).programs) == (["microbatch", "update"] if on_host else ["step"])
+
+    def test_a_few_small_microbatches_stay_in_one_program(self):
+        assert list(lowered("convolutional", loops.FEW_CALLS).programs) == ["step"]
+        model = SIZES["convolutional"]()
+        large = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((4096, *leaf.shape[1:]), leaf.dtype), model.batch)
+        closed = jax.make_jaxpr(jax.grad(model.loss_fn))(model.params, large)
+        assert loops.prefers_host(closed, "cpu", 2)
 
     def test_very_small_microbatches_stay_in_one_program(self):
         model = models.convolutional(rows=8)
         closed = jax.make_jaxpr(jax.grad(model.loss_fn))(model.params, model.batch)
         assert work.arithmetic(closed.jaxpr) < loops.MIN_WORK_OF_A_CALL
-        assert not loops.prefers_host(closed, "cpu")
+        assert not loops.prefers_host(closed, "cpu", 64)
 
     def test_more_microbatches_than_are_unrolled(self):
         model = models.convolutional(rows=64)

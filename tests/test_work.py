@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from funcgrad.work import arithmetic
+from funcgrad.work import arithmetic, live_bytes, output_bytes
 
 X, W = jnp.ones((2, 3)), jnp.ones((3, 4))
 IMAGES, KERNEL = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 5))
@@ -27,6 +27,24 @@ def convolve(images, kernel):
 )
 def test_arithmetic(function, arguments, count):
     assert arithmetic(jax.make_jaxpr(function)(*arguments).jaxpr) == count
+
+
+@pytest.mark.parametrize(
+    ("function", "live"),
+    [
+        (lambda x: x, 0),
+        (lambda x: jnp.sin(jnp.cos(x)), 2 * 24),
+        (lambda x: jnp.sin(jnp.sin(jnp.sin(x))), 2 * 24),
+        (lambda x: (jnp.sin(x), jnp.cos(x)), 2 * 24),
+        (lambda x: (jnp.sin(x), jnp.cos(x).astype(jnp.float16)), 2 * 24 + 12),
+        (jax.jit(lambda x: jnp.sin(jnp.cos(x))), 2 * 24),
+        (lambda x: lax.scan(lambda carry, _: (jnp.sin(jnp.cos(carry)), carry), x, None, length=10)[1], 11 * 24),
+    ],
+)
+def test_live_bytes(function, live):
+    jaxpr = jax.make_jaxpr(function)(X).jaxpr
+    assert live_bytes(jaxpr) == live
+    assert output_bytes(jaxpr) <= max(live, 24)
 
 
 def test_it_agrees_with_xla_for_what_is_mostly_products():
