@@ -1,6 +1,7 @@
 """funcgrad: PyTorch's hidden gradient state, made explicit for JAX."""
 
 from funcgrad.accumulator import GradBuffer, accumulate, mean, merge, total, zero_grad, zeros
+from funcgrad.coupled import coupled_value_and_grad
 from funcgrad.loss import WeightedLoss
 from funcgrad.memory import Plan, plan
 from funcgrad.state import TrainState
@@ -15,6 +16,7 @@ __all__ = [
     "WeightedLoss",
     "accumulate",
     "backward",
+    "coupled_value_and_grad",
     "grad",
     "mean",
     "merge",

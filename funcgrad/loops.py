@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from funcgrad import checks, trees
 from funcgrad.trees import PyTree
-from funcgrad.work import arithmetic, holds_convolution, live_bytes, output_bytes
+from funcgrad.work import arithmetic, holds_convolution, holds_loop, live_bytes, output_bytes
 
 LOOPS = ("auto", "scan", "unroll", "ordered")
 Loop = str | int
@@ -59,7 +59,7 @@ def fold_over(
       fold: what becomes of the outputs.
       num: how many steps, at least 1.
       loop: `"scan"`, `"unroll"`, `"ordered"` (unrolled, but in turn), `"auto"`, or how many steps a loop body holds.
-      in_turn: whether `"auto"` means `"ordered"` where it would be `"unroll"`.
+      in_turn: as for `choose`.
 
     Returns:
       `(carry, like)`: the last carry, and an output or its shapes.
@@ -75,8 +75,7 @@ def fold_over(
         return fold.add(carry, output, index), None
 
     if loop == "auto":
-        loop = choose(closed, default_platform(), num)
-        loop = "ordered" if in_turn and loop == "unroll" else loop
+        loop = choose(closed, default_platform(), num, in_turn=in_turn)
     carry = fold.init(like)
     if loop in ("unroll", "ordered") or num == 1:
         for index in range(num):
@@ -109,8 +108,14 @@ SMALL_WORK = 1e9
 SMALL_MEMORY = 16 * 2**20
 
 
-def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> Loop:
+def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int, *, in_turn: bool = False) -> Loop:
     """What `loop="auto"` stands for inside a trace, for `num` microbatches of the computation `closed`.
+
+    Args:
+      closed: the computation of one microbatch.
+      platform: where it runs.
+      num: how many there are.
+      in_turn: whether the memory of a scan counts for more than the time.
 
     A scan compiles once and keeps the activations of one microbatch. On CPU it can be slow, for two reasons.
 
@@ -119,16 +124,19 @@ def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> Loop
     the memory of the whole batch, and they compile for as many times as long as there are microbatches. `"ordered"` gives the
     memory of a scan for up to 1.4 times the time (see `_zero_after`); `train_step` has both (see `prefers_host`).
 
-    Gradients that are large beside the activations: each time around, all sums are read and written. Two microbatches in a
-    loop body save half of that (a multilayer perceptron takes .83 to .93 times as long), and cost the memory of one
-    microbatch more. Where activations are what fills the memory there is nothing to gain, and where a microbatch needs more
-    than 16 MiB the memory of a scan is worth more. Figures: benchmarks/README.md.
+    Small microbatches: each time around, all sums are read and written, and operations that are too small for all cores wait
+    for each other. Two microbatches in a loop body save half of the one, and run beside each other (a multilayer perceptron
+    takes .83 to .93 times as long, a transformer with two rows in a microbatch .82); but not where the loss has a loop itself,
+    a recurrent network (up to 1.28). They cost the memory of one microbatch more: too much where that is more than 16 MiB, or,
+    with `in_turn`, more than the gradients. Figures: benchmarks/README.md.
     """
     if platform != "cpu":
         return "scan"
-    if holds_convolution(closed.jaxpr):
-        return "unroll" if num <= MAX_UNROLLED else "scan"
-    return 2 if live_bytes(closed.jaxpr) <= min(2 * output_bytes(closed.jaxpr), SMALL_MEMORY) else "scan"
+    jaxpr = closed.jaxpr
+    if holds_convolution(jaxpr):
+        return ("ordered" if in_turn else "unroll") if num <= MAX_UNROLLED else "scan"
+    limit = min(SMALL_MEMORY, 2 * output_bytes(jaxpr)) if in_turn else SMALL_MEMORY
+    return 2 if live_bytes(jaxpr) <= limit and not holds_loop(jaxpr) else "scan"
 
 
 def prefers_host(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> bool:

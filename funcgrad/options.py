@@ -26,7 +26,7 @@ class Options:
     trainable: Trainable | None = None
     skip_nonfinite: bool = False
     loop: loops.Loop = "auto"
-    in_turn: bool = False  # whether what "auto" unrolls keeps the microbatches in turn
+    in_turn: bool = False  # whether "auto" keeps to the memory of a scan
 
     def __post_init__(self) -> None:
         num, size = checks.positive_integer("num_microbatches", self.num_microbatches), self.microbatch_size

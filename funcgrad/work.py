@@ -63,8 +63,17 @@ def scales_exactly(jaxpr: jax.extend.core.Jaxpr) -> bool:
 
 def holds_convolution(jaxpr: jax.extend.core.Jaxpr) -> bool:
     """Whether `jaxpr`, or one nested in it, convolves."""
+    return _holds(jaxpr, ("conv_general_dilated",))
+
+
+def holds_loop(jaxpr: jax.extend.core.Jaxpr) -> bool:
+    """Whether `jaxpr`, or one nested in it, has a loop."""
+    return _holds(jaxpr, ("scan", "while"))
+
+
+def _holds(jaxpr: jax.extend.core.Jaxpr, names: tuple[str, ...]) -> bool:
     return any(
-        equation.primitive.name == "conv_general_dilated" or any(map(holds_convolution, nested(equation.params)))
+        equation.primitive.name in names or any(_holds(inner, names) for inner in nested(equation.params))
         for equation in jaxpr.eqns
     )
 

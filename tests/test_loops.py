@@ -29,17 +29,23 @@ class TestAuto:
         assert loops.choose(closed, "gpu", 8) == loops.choose(closed, "tpu", 8) == "scan"
 
     @pytest.mark.parametrize(
-        ("rows", "width", "loop"),
-        [(4, 64, 2), (1024, 64, "scan"), (4, 2048, "scan")],
+        ("rows", "width", "loop", "in_turn"),
+        [(4, 64, 2, 2), (1024, 64, 2, "scan"), (4, 2048, "scan", "scan")],
         ids=["large gradients", "large activations", "too much memory"],
     )
-    def test_two_microbatches_a_loop_body_where_that_costs_little_memory(self, rows, width, loop):
+    def test_two_microbatches_a_loop_body_where_that_costs_little_memory(self, rows, width, loop, in_turn):
         loss_fn = lambda ws, x: jnp.mean(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]))
         weight, x = (jax.ShapeDtypeStruct((size, width), jnp.float32) for size in (width, rows))
         closed = jax.make_jaxpr(jax.grad(loss_fn))((weight, weight), x)
         assert not work.holds_convolution(closed.jaxpr)
         assert loops.choose(closed, "cpu", 8) == loop
+        assert loops.choose(closed, "cpu", 8, in_turn=True) == in_turn
         assert loops.choose(closed, "gpu", 8) == "scan"
+
+    def test_a_loop_in_the_loss(self):
+        closed = jax.make_jaxpr(jax.jit(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0]))(1.0)
+        assert work.holds_loop(closed.jaxpr)
+        assert loops.choose(closed, "cpu", 8) == "scan"
 
     def test_the_platform_follows_the_default_device(self):
         assert loops.default_platform() == jax.default_backend()
