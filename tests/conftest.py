@@ -7,6 +7,21 @@ settings.register_profile("funcgrad", deadline=None, max_examples=40, derandomiz
 settings.load_profile("funcgrad")
 
 
+# LLVM's optimizations take half of the tests' time, and few tests ask for more than XLA's own: those marked `optimized`.
+jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(autouse=True)
+def optimization(request):
+    """All optimizations, as users' programs have them, for a test that is marked so."""
+    if request.node.get_closest_marker("optimized"):
+        jax.config.update("jax_disable_most_optimizations", False)
+        yield
+        jax.config.update("jax_disable_most_optimizations", True)
+    else:
+        yield
+
+
 @pytest.fixture
 def x64():
     """Turns on 64-bit types for one test."""

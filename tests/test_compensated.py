@@ -9,6 +9,8 @@ import pytest
 import funcgrad as fg
 from funcgrad.accumulator import two_sum
 
+pytestmark = pytest.mark.optimized
+
 # Relative, of a mean gradient in float32; its last rounding alone is 6e-8.
 TOLERANCE = 1e-6
 

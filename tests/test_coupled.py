@@ -223,6 +223,7 @@ def test_in_batch_negatives_are_those_of_the_whole_batch():
     assert relative_difference(coupled, whole(encode_pairs, info_nce, params, batch)) <= FLOAT32_TOLERANCE
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("loop", ["auto", "ordered"])
 def test_it_needs_an_eighth_of_the_memory(loop):
     """A 4-layer encoder, 16 microbatches; bytes from XLA's own analysis."""

@@ -339,6 +339,7 @@ class TestStructure:
         assert jnp.array_equal(state.params["frozen"], params["frozen"])
         assert not jnp.array_equal(state.params["trained"], params["trained"])
 
+    @pytest.mark.optimized
     def test_30_convolutions_in_a_rolled_loop(self):
         model = models.convolutional(rows=32, side=32, channels=(16, 32))
         functions = {

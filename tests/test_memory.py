@@ -206,7 +206,7 @@ class TestAuto:
         state, _ = step(state, model.batch)
         assert state.step == 2
 
-    def test_what_does_not_go_together(self, model):
+    def test_what_does_not_go_together(self, model, compiled_once):
         state = fg.TrainState.create(model.params, OPTIMIZER)
         with pytest.raises(ValueError, match='goes with num_microbatches="auto"; got num_microbatches=2'):
             fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=2, budget_bytes=1)

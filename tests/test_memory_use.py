@@ -9,6 +9,7 @@ import pytest
 
 import funcgrad as fg
 
+pytestmark = pytest.mark.optimized
 NUM = 64
 
 

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import models
 import optax
+import pytest
 
 import funcgrad as fg
 from funcgrad import stateful
+
+pytestmark = pytest.mark.optimized
 
 
 def test_a_loop_over_the_shell_costs_little_more_than_micro_steps():
