@@ -183,7 +183,7 @@ class Call:
             )
         carry, aux = output
         name = f"args[{self.carry_argnums[0]}]"
-        trees.check_same_structure(old, carry, f"the carry that came in, {name},", "the carry that the function returns")
+        trees.check_same_structure(old, carry, f"the carry that came in as {name}", "the carry that the function returns")
         for (place, leaf), before in zip(trees.leaves_with_names(carry, "carry"), jax.tree.leaves(old), strict=True):
             if trees.describe(leaf) != trees.describe(before):
                 raise ValueError(

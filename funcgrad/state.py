@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from funcgrad import accumulator, trees
 from funcgrad.accumulator import GradBuffer
+from funcgrad.opt_state import carried_over, check_opt_state, check_optimizer, shapes_of
 from funcgrad.trees import PyTree, Trainable
 
 
@@ -77,36 +78,94 @@ class TrainState:
         opt_state = _owned(optimizer.init(selected))
         return _committed_like(params, cls(_without_repeats(params), opt_state, buffer, jnp.zeros((), jnp.int32)))
 
+    def with_trainable(
+        self, optimizer: optax.GradientTransformation, trainable: Trainable | None, *, dtype: Any = None
+    ) -> "TrainState":
+        """The state that goes on with other leaves trained: fine-tuning that freezes or thaws a part half-way.
 
-def check_optimizer(optimizer: Any) -> None:
-    """Check that `optimizer` is an optax transformation.
+        Leaves that stay trained keep their moments; those that are new to the optimizer begin as in `create`, and of those that
+        are frozen nothing is kept. `step`, and what the optimizer has once for all leaves (counts, schedules, hyperparameters),
+        goes on.
+
+        For leaves that stay, it is PyTorch's `requires_grad_(False)` of the others, with `.grad` None. Thawing differs from
+        PyTorch in two ways: its optimizers hold on to the moments of what is frozen, and they count steps for each parameter,
+        while optax's Adam has one count for all, so that a leaf that begins late has no bias correction: its first updates are
+        about 3 times as large. A warm-up of the learning rate, or a new state, goes round that. A new state is right, too,
+        where an optimizer computed numbers from all leaves together, as L-BFGS does.
+
+        Called between windows and outside of `jax.jit`; the next call of a step compiles anew. The arrays are shared with this
+        state, which is not to be used any more.
+
+        Args:
+          optimizer: that of the state.
+          trainable: which leaves are trained from now on, as for `create`; None for all.
+          dtype: what `create` was given.
+
+        Raises:
+          TypeError: `optimizer` is no optax transformation.
+          ValueError: the buffer is not empty, or nothing is trained, or `optimizer` or `dtype` is not that of the state, or the
+            optimizer's state does not tell what in it belongs to which leaf.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, funcgrad as fg
+          >>> optimizer = optax.adam(0.1)
+          >>> state = fg.TrainState.create({"body": jnp.ones(3), "head": jnp.ones(3)}, optimizer)
+          >>> state = state.with_trainable(optimizer, {"body": False, "head": True})
+          >>> print(state.buffer.grads)
+          {'body': None, 'head': Array([0., 0., 0.], dtype=float32)}
+
+        Reference:
+          `torch.Tensor.requires_grad_ <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.requires_grad_.html>`_
+        """
+        _check_between_windows(self.buffer)
+        check_optimizer(optimizer)
+        check_opt_state(optimizer, _having_places(self.params, self.buffer), self.opt_state)
+        compensated = self.buffer.compensation is not None
+        fresh = TrainState.create(self.params, optimizer, copy=False, trainable=trainable, dtype=dtype, compensated=compensated)
+        _check_same_dtypes(self.buffer, fresh.buffer)
+        middle = shapes_of(optimizer, _having_places(_having_places(self.params, self.buffer), fresh.buffer))
+        opt_state = carried_over(self.opt_state, middle, fresh.opt_state)
+        return dataclasses.replace(fresh, opt_state=opt_state, step=self.step)
+
+
+def _check_between_windows(buffer: GradBuffer) -> None:
+    """Check that nothing was added to `buffer` since it was cleared.
 
     Raises:
-      TypeError: it is not.
+      ValueError: something was, or it cannot be known, in a trace.
     """
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise TypeError(
-            f"optimizer must be an optax transformation, optax.adam(1e-3) for example; got {trees.describe(optimizer)}"
-        )
-
-
-def check_opt_state(optimizer: optax.GradientTransformation, selected: PyTree, opt_state: PyTree) -> None:
-    """Check that `opt_state` is of `optimizer`, by its structure.
-
-    Raises:
-      ValueError: it is of another.
-    """
-    try:
-        expected = jax.eval_shape(optimizer.init, selected)
-    except (TypeError, IndexError, AttributeError):  # of an init that cannot be traced: no fault, it ran in `create`
-        return
-    structures = [jax.tree.structure(tree) for tree in (expected, opt_state)]
-    if structures[0] != structures[1]:
-        expected_text, got_text = (trees.abbreviate(str(structure)) for structure in structures)
+    if isinstance(buffer.count, Tracer):
+        raise ValueError("with_trainable changes what the state holds: call it outside of jax.jit, between two steps")
+    seen = int(buffer.count) + int(buffer.skipped)
+    if seen:
         raise ValueError(
-            "the state's opt_state is not of this optimizer: make state and step with the same one. Expected "
-            f"{expected_text}, got {got_text}"
+            f"the buffer holds {seen} microbatch{'es' * (seen > 1)} of a window that has not ended. Change what is trained "
+            "between windows: call update first, or dataclasses.replace(state, buffer=fg.zero_grad(state.buffer))"
         )
+
+
+def _check_same_dtypes(old: GradBuffer, new: GradBuffer) -> None:
+    """Check that leaves that stay trained are accumulated in the dtype that they were.
+
+    Raises:
+      ValueError: they are not.
+    """
+    pairs = zip(
+        trees.leaves_with_names(old.grads, "params", none_is_leaf=True),
+        jax.tree.leaves(new.grads, is_leaf=trees.is_none),
+        strict=True,
+    )
+    for (name, before), after in pairs:
+        if before is not None and after is not None and before.dtype != after.dtype:
+            raise ValueError(
+                f"gradients of {name} were accumulated in {before.dtype}, and would now be in {after.dtype}. Give "
+                f"with_trainable the dtype that create was given: dtype={str(before.dtype)!r}"
+            )
+
+
+def _having_places(params: PyTree, buffer: GradBuffer) -> PyTree:
+    """`params` with None for the leaves that have no place in `buffer`."""
+    return jax.tree.map(lambda place, leaf: None if place is None else leaf, buffer.grads, params, is_leaf=trees.is_none)
 
 
 def check_state(state: Any) -> None:

@@ -9,8 +9,9 @@ from funcgrad import transform
 from funcgrad.jit import JittedBackward, JittedStep
 from funcgrad.loops import Loop
 from funcgrad.memory import BudgetedStep
+from funcgrad.opt_state import check_optimizer
 from funcgrad.options import Options
-from funcgrad.state import TrainState, check_optimizer
+from funcgrad.state import TrainState
 from funcgrad.step import Step, TrainStep
 from funcgrad.trees import PyTree, Trainable
 from funcgrad.update import accepted, update_state

@@ -11,7 +11,8 @@ from jax.experimental.shard_alike import shard_alike
 
 from funcgrad import accumulator, trees, window
 from funcgrad.accumulator import GradBuffer
-from funcgrad.state import TrainState, check_opt_state
+from funcgrad.opt_state import check_opt_state
+from funcgrad.state import TrainState
 from funcgrad.trees import PyTree
 
 

@@ -132,7 +132,7 @@ def test_a_key_may_be_carried():
             lambda w, x, c: (jnp.mean(w * x), ({"c": c}, None)),
             {},
             ValueError,
-            r"the carry that the function returns must have the structure of the carry that came in, args\[2\]",
+            r"the carry that the function returns must have the structure of the carry that came in as args\[2\]",
         ),
         (
             lambda w, x, c: (jnp.mean(w * x), (c, None)),

@@ -29,6 +29,8 @@ def replaced(**leaves):
 
 EMPTY = {name: leaf[:0] for name, leaf in BATCH.items()}
 KEY = jax.random.key(0)
+CARRIED = {"has_aux": True, "carry_argnum": 2}
+CARRY = {"mean": np.zeros(3, np.float32), "var": np.ones(3, np.float32)}
 # name: (loss function, options, arguments after params, the error, its text)
 CALLS = {
     "num_microbatches does not divide": (
@@ -234,6 +236,48 @@ CALLS = {
         ValueError,
         r"aux\['rows'\] has the shape \(7,\) in the microbatches and \(1,\) in the smaller last one",
     ),
+    "aux to be joined that is a scalar": (
+        returning(lambda loss: (loss, {"mean": loss})),
+        {"num_microbatches": 2, "has_aux": True, "aux": "concat"},
+        (BATCH,),
+        ValueError,
+        r"aux\['mean'\] is float32\[\], but \"concat\" joins leaves that have a row for each row of the microbatch, here 4",
+    ),
+    "a carry of another structure": (
+        lambda params, batch, carry: (loss_fn(params, batch), ({"mean": carry["mean"]}, None)),
+        {"num_microbatches": 2, **CARRIED},
+        (BATCH, CARRY),
+        ValueError,
+        r"carry that the function returns must have the structure of the carry that came in as args\[2\]: missing \['var'\]",
+    ),
+    "a carry of another kind": (
+        lambda params, batch, carry: (loss_fn(params, batch), (list(carry.values()), None)),
+        {"num_microbatches": 2, **CARRIED},
+        (BATCH, CARRY),
+        ValueError,
+        r"structure of the carry that came in as args\[2\]: missing \['mean'\], \['var'\]; unexpected \[0\], \[1\]",
+    ),
+    "a carry of another shape": (
+        lambda params, batch, carry: (loss_fn(params, batch), ({**carry, "var": jnp.ones(4)}, None)),
+        {"num_microbatches": 2, **CARRIED},
+        (BATCH, CARRY),
+        ValueError,
+        r"keep its shapes and dtypes .*: carry\['var'\] came in as float32\[3\], and the function returns float32\[4\]",
+    ),
+    "a carry of another dtype": (
+        lambda params, batch, carry: (loss_fn(params, batch), ({**carry, "mean": carry["mean"].astype(jnp.float16)}, None)),
+        {"num_microbatches": 2, **CARRIED},
+        (BATCH, CARRY),
+        ValueError,
+        r"keep its shapes and dtypes .*: carry\['mean'\] came in as float32\[3\], and the function returns float16\[3\]",
+    ),
+    "a carry without aux": (
+        lambda params, batch, carry: (loss_fn(params, batch), carry),
+        {"num_microbatches": 2, **CARRIED},
+        (BATCH, [CARRY]),
+        TypeError,
+        r"with carry_argnum the function must return \(loss, \(carry, aux\)\); got a list of 1 beside the loss",
+    ),
     "one argument with two uses": (
         loss_fn,
         {"num_microbatches": 2, "batch_argnums": (0, 1)},
@@ -265,14 +309,25 @@ SPLIT_OR_REDUCED = {name for name in CALLS if name.startswith(("num_", "more ", 
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in SPLIT_OR_REDUCED])
-def test_micro_steps_leave_the_state_as_it_was(name):
-    fun, options, args, error, message = CALLS[name]
-    options = {key: value for key, value in options.items() if key not in ("num_microbatches", "microbatch_size")}
-    state = fg.TrainState.create(PARAMS, OPTIMIZER)
-    before = jax.tree.map(np.asarray, state)
-    with pytest.raises(error, match=message):
-        fg.micro_steps(fun, OPTIMIZER, **options).backward(state, *args)
-    assert_identical(state, before)
+class TestCallsOfOneMicrobatch:
+    @staticmethod
+    def _case(name):
+        fun, options, args, error, message = CALLS[name]
+        options = {key: value for key, value in options.items() if key not in ("num_microbatches", "microbatch_size")}
+        return fun, options, args, pytest.raises(error, match=message)
+
+    def test_micro_steps_leave_the_state_as_it_was(self, name):
+        fun, options, args, raises = self._case(name)
+        state = fg.TrainState.create(PARAMS, OPTIMIZER)
+        before = jax.tree.map(np.asarray, state)
+        with raises:
+            fg.micro_steps(fun, OPTIMIZER, **options).backward(state, *args)
+        assert_identical(state, before)
+
+    def test_backward(self, name):
+        fun, options, args, raises = self._case(name)
+        with raises:
+            fg.backward(fun, **options)(fg.zeros(PARAMS), PARAMS, *args)
 
 
 def test_a_leaf_of_the_batch_that_is_no_array():
@@ -342,7 +397,20 @@ class TestTrainable:
         with pytest.raises(error, match=message):
             fg.grad(loss_fn, num_microbatches=2, trainable=trainable)(PARAMS, BATCH)
         with pytest.raises(error, match=message):
+            jax.jit(fg.value_and_grad(loss_fn, num_microbatches=2, trainable=trainable))(PARAMS, BATCH)
+        with pytest.raises(error, match=message):
+            fg.backward(loss_fn, trainable=trainable)(fg.zeros(PARAMS), PARAMS, BATCH)
+        with pytest.raises(error, match=message):
             fg.TrainState.create(PARAMS, OPTIMIZER, trainable=trainable)
+        state = fg.TrainState.create(PARAMS, OPTIMIZER)
+        before = jax.tree.map(np.asarray, state)
+        with pytest.raises(error, match=message):
+            state.with_trainable(OPTIMIZER, trainable)
+        for step in (fg.train_step, fg.micro_steps):
+            step = step(loss_fn, OPTIMIZER, trainable=trainable)
+            with pytest.raises(error, match=message):
+                getattr(step, "backward", step)(state, BATCH)
+        assert_identical(state, before)
 
     def test_no_leaf_has_a_gradient(self):
         with pytest.raises(ValueError, match=r"no leaf is floating or complex. Leaves: params\['n'\]: int32\[3\]"):

@@ -275,6 +275,44 @@ class TestNumbers:
 
 
 class TestStructure:
+    def test_23_recurrent_state_detached_or_not(self):
+        def loss_fn(w, times, h):
+            """The losses of h_t = w h_(t-1), added, over the time steps of a window."""
+            losses = []
+            for _ in times:
+                h = w * h
+                losses.append(h)
+            return fg.WeightedLoss(sum(losses), 1.0), (h, None)
+
+        times, options = jnp.arange(2), {"has_aux": True, "carry_argnum": 2, "order": "contiguous"}
+        for num, gradient in ((2, 3.0), (1, 5.0)):  # two windows of a step each: truncated; one of two steps: full
+            fun = fg.value_and_grad(loss_fn, num_microbatches=num, **options)
+            for each in (fun, jax.jit(fun)):
+                (mean, (h, _)), mean_gradient = each(2.0, times, 1.0)
+                assert (mean * num, h, mean_gradient * num) == (6.0, 4.0, gradient)
+        backward, buffer, h = fg.backward(loss_fn, has_aux=True, carry_argnum=2), fg.zeros(2.0), 1.0
+        for time_step in (times[:1], times[1:]):
+            buffer, (_, (h, _)) = backward(buffer, 2.0, time_step, h)
+        assert fg.total(buffer) == 3.0
+
+    def test_24_in_batch_negatives(self):
+        x, y = (jax.random.normal(jax.random.key(seed), (4, 3)) for seed in (0, 1))
+        encode = lambda w, batch: tuple(jnp.tanh(rows @ w) for rows in batch)
+
+        def contrast(w, representations):
+            """Each row's answer among those of all rows."""
+            queries, answers = representations
+            return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(queries @ answers.T)))
+
+        loss_fn = lambda w, batch: contrast(w, encode(w, batch))
+        w = jnp.eye(3) + 0.5
+        whole = jax.grad(loss_fn)(w, (x, y))
+        assert np.linalg.norm(whole) > 0.1
+        assert np.all(fg.grad(loss_fn, num_microbatches=4)(w, (x, y)) == 0)  # a row among one: nothing to tell apart
+        loss, in_two_passes = fg.coupled_value_and_grad(encode, contrast, num_microbatches=4)(w, (x, y))
+        assert np.allclose(in_two_passes, whole, rtol=1e-5, atol=1e-7)
+        assert np.isclose(loss, loss_fn(w, (x, y)), rtol=1e-6)
+
     def test_25_the_same_dropout_mask_in_every_microbatch(self):
         def loss_fn(w, x, key):
             mask = jax.random.bernoulli(key, 0.5, x.shape)
@@ -326,6 +364,14 @@ class TestStructure:
             fg.grad(loss_fn, num_microbatches=2)(1.0, batch)
         assert fg.grad(loss_fn, num_microbatches=2, in_axes={"x": 0, "scale": None})(1.0, batch) == 3.0
 
+    def test_28_the_mean_of_an_integer(self):
+        loss_fn = lambda w, x: (jnp.mean(w * x), {"correct": jnp.sum(x > 1)})
+        options = {"has_aux": True, "num_microbatches": 2}
+        with pytest.raises(TypeError, match=r"aux\['correct'\] is int32\[\], which has no mean .*Reduce it with \"sum\""):
+            fg.value_and_grad(loss_fn, **options)(1.0, jnp.arange(4.0))
+        (_, aux), _ = fg.value_and_grad(loss_fn, **options, aux="sum")(1.0, jnp.arange(4.0))
+        assert (aux["correct"], aux["correct"].dtype) == (2, jnp.int32)
+
     def test_29_no_buffer_for_frozen_parameters(self):
         params = {"frozen": jnp.ones((100, 100)), "trained": jnp.ones(3)}
         trainable = {"frozen": False, "trained": True}
@@ -338,6 +384,23 @@ class TestStructure:
         state, _ = step(state, jnp.ones(2))
         assert jnp.array_equal(state.params["frozen"], params["frozen"])
         assert not jnp.array_equal(state.params["trained"], params["trained"])
+
+    def test_29_a_frozen_half_halves_the_buffer_and_costs_no_backward_pass(self):
+        """Four equal layers: of the 7 matrix products in the backward pass 3 are left, or 5 if the last half is frozen."""
+        model, optimizer = models.mlp(inputs=64, width=64, layers=3, classes=64), optax.sgd(0.1)
+        forward = jax.jit(model.loss_fn).lower(model.params, model.batch).compile().cost_analysis()["flops"]
+        backward = fg.micro_steps(model.loss_fn, optimizer).backward
+
+        def costs(trainable):
+            state = fg.TrainState.create(model.params, optimizer, trainable=trainable)
+            flops = backward.lower(state, model.batch).compile().cost_analysis()["flops"]
+            return sum(leaf.nbytes for leaf in jax.tree.leaves(state.buffer.grads)), flops - forward
+
+        all_bytes, all_flops = costs(None)
+        for trained, most in (([2, 3], 0.5), ([0, 1], 0.8)):
+            half_bytes, half_flops = costs([index in trained for index in range(4)])
+            assert half_bytes == all_bytes / 2
+            assert half_flops <= most * all_flops
 
     @pytest.mark.optimized
     def test_30_convolutions_in_a_rolled_loop(self):

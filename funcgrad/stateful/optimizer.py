@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from funcgrad import trees
-from funcgrad.state import check_optimizer
+from funcgrad.opt_state import check_optimizer
 from funcgrad.stateful.failure import calls_back, checks_numbers
 from funcgrad.stateful.parameter import IN_HOOK, Parameter, some_parameters
 from funcgrad.trees import PyTree

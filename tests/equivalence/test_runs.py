@@ -68,21 +68,14 @@ def accumulate_runs(initial, torch_loss, loss_fn, batches, optimizers=SGD, froze
             yield values(params)
 
     def explicit():
-        """Freezing is a new state: of the same parameters, with the optimizer's state of those that are still trained."""
         steps, state = fg.micro_steps(loss_fn, transformation), fg.TrainState.create(arrays(initial), transformation)
         for step, window in enumerate(batches()):
             if frozen and step == STEPS // 2:
-                trainable = {name: name != frozen for name in initial}
-                fresh = fg.TrainState.create(state.params, transformation, trainable=trainable)
-                state = fg.TrainState(fresh.params, without_frozen(state.opt_state), fresh.buffer, state.step)
+                state = state.with_trainable(transformation, {name: name != frozen for name in initial})
             for microbatch in window:
                 state, _ = steps.backward(state, microbatch)
             state, _ = steps.update(state)
             yield values(state.params)
-
-    def without_frozen(opt_state):
-        is_moments = lambda node: isinstance(node, dict) and set(node) == set(initial)
-        return jax.tree.map(lambda node: {**node, frozen: None} if is_moments(node) else node, opt_state, is_leaf=is_moments)
 
     theirs, ours = tensors(initial), stateful.parameters(arrays(initial))
     compare(
