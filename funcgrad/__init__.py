@@ -1,5 +1,7 @@
 """funcgrad: PyTorch's hidden gradient state, made explicit for JAX."""
 
+from typing import Any
+
 from funcgrad.accumulator import GradBuffer, accumulate, mean, merge, total, zero_grad, zeros
 from funcgrad.coupled import coupled_value_and_grad
 from funcgrad.loss import WeightedLoss
@@ -28,3 +30,12 @@ __all__ = [
     "zero_grad",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`funcgrad.nnx`, imported when it is asked for: nothing else needs flax."""
+    if name == "nnx":
+        import importlib
+
+        return importlib.import_module("funcgrad.nnx")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

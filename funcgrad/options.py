@@ -73,3 +73,25 @@ class MicrobatchOptions(TypedDict, total=False):
     dtype: Any
     compensated: bool
     loop: loops.Loop
+
+
+def with_two_more(batch_argnums: int | Sequence[int], in_axes: PyTree, key_argnums: int | Sequence[int]) -> dict[str, Any]:
+    """The options that name arguments, for a function that takes two more at the end than the one that they are for.
+
+    The last one is carried. The one before is seen whole by every microbatch: a part of the batch that has no axis, so that
+    none of it is taken for rows.
+    """
+
+    def moved(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(number if number >= 0 else number - 2 for number in numbers)
+
+    batch = moved(checks.argument_numbers("batch_argnums", batch_argnums))
+    keys = moved(checks.argument_numbers("key_argnums", key_argnums))
+    options = {"key_argnums": keys, "carry_argnum": -1}
+    if not batch:
+        return options | {"batch_argnums": (), "in_axes": in_axes}
+    if isinstance(batch_argnums, Sequence) and not isinstance(in_axes, tuple | list):
+        axes = (in_axes,) * len(batch)
+    else:
+        axes = tuple(in_axes) if isinstance(batch_argnums, Sequence) else (in_axes,)
+    return options | {"batch_argnums": (*batch, -2), "in_axes": (*axes, None)}

@@ -76,7 +76,7 @@ class TrainState:
         buffer = accumulator.zeros(selected, dtype=dtype, compensated=compensated)
         # The optimizer may keep an array that it was handed, parameters or a learning rate, in its state.
         opt_state = _owned(optimizer.init(selected))
-        return _committed_like(params, cls(_without_repeats(params), opt_state, buffer, jnp.zeros((), jnp.int32)))
+        return committed_like(params, cls(_without_repeats(params), opt_state, buffer, jnp.zeros((), jnp.int32)))
 
     def with_trainable(
         self, optimizer: optax.GradientTransformation, trainable: Trainable | None, *, dtype: Any = None
@@ -198,7 +198,7 @@ def _owned(opt_state: PyTree) -> PyTree:
     return treedef.unflatten(leaves)
 
 
-def _committed_like(params: PyTree, state: TrainState) -> TrainState:
+def committed_like(params: PyTree, state: PyTree) -> Any:
     """`state` with all arrays committed to the devices of `params`, if those are: else the second step compiles anew."""
     concrete = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
     committed = [leaf.sharding for leaf in concrete if leaf.committed]
