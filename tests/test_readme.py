@@ -25,7 +25,7 @@ def test_python_blocks_run_and_say_the_truth(namespace):
     assert len(blocks("python")) >= 9
     assert namespace["metrics"]["weight"] == 256
     assert namespace["aux"]["rows"] == 256
-    assert namespace["state"].step == 1
+    assert namespace["state"].step == 2
 
 
 def test_the_drop_in_equals_jax(namespace):
