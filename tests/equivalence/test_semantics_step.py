@@ -8,27 +8,7 @@ import torch
 from faces import assert_same, leaf, parameter
 
 import funcgrad as fg
-from funcgrad import stateful
-
-
-def nadam(learning_rate, b1=0.9, b2=0.999, eps=1e-8, momentum_decay=4e-3):
-    """Dozat, "Incorporating Nesterov momentum into Adam", 2016, with PyTorch's momentum schedule, for one array."""
-
-    def init(value):
-        return {"step": jnp.zeros(()), "product": jnp.ones(()), "first": 0 * value, "second": 0 * value}
-
-    def update(grad, state, value=None):
-        step = state["step"] + 1
-        decayed = lambda step: b1 * (1 - 0.5 * 0.96 ** (step * momentum_decay))
-        now, after = decayed(step), decayed(step + 1)
-        product = state["product"] * now
-        first, second = b1 * state["first"] + (1 - b1) * grad, b2 * state["second"] + (1 - b2) * grad**2
-        ahead = (1 - now) / (1 - product) * grad + after / (1 - product * after) * first
-        moved = -learning_rate * ahead / (jnp.sqrt(second / (1 - b2**step)) + eps)
-        return moved, {"step": step, "product": product, "first": first, "second": second}
-
-    return optax.GradientTransformation(init, update)
-
+from funcgrad import stateful, torch_optim
 
 OPTIMIZERS = {
     "sgd momentum": (lambda w: torch.optim.SGD(w, lr=0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9)),
@@ -43,7 +23,7 @@ OPTIMIZERS = {
         lambda w: torch.optim.RMSprop(w, lr=0.1, momentum=0.9),
         optax.rmsprop(0.1, decay=0.99, eps_in_sqrt=False, momentum=0.9),
     ),
-    "nadam": (lambda w: torch.optim.NAdam(w, lr=0.1), nadam(0.1)),
+    "nadam": (lambda w: torch.optim.NAdam(w, lr=0.1), torch_optim.nadam(0.1)),
     "radam": (lambda w: torch.optim.RAdam(w, lr=0.1), optax.radam(0.1)),
     "asgd": (
         lambda w: torch.optim.ASGD(w, lr=0.1, lambd=0.1),

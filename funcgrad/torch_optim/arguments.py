@@ -1,0 +1,47 @@
+"""Checks of hyperparameters: what PyTorch's constructors refuse."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+
+def check(name: str, value: Any, holds: Callable[[Any], Any], expected: str) -> None:
+    """Check a hyperparameter; one whose value is not known while a computation is traced is passed over.
+
+    Raises:
+      ValueError: `holds(value)` is false.
+    """
+    if any(isinstance(part, Tracer) for part in jax.tree.leaves(value)):
+        return
+    if not holds(value):
+        raise ValueError(f"{name} must be {expected}; got {value!r}")
+
+
+def check_not_negative(**values: Any) -> None:
+    """Check that each is 0 or more; NaN is not."""
+    for name, value in values.items():
+        check(name, value, lambda number: number >= 0.0, "a number of at least 0")
+
+
+def check_learning_rate(learning_rate: Any, *, nan_passes: bool = False) -> None:
+    """Check a learning rate: a schedule, or one number of at least 0.
+
+    Args:
+      learning_rate: what came.
+      nan_passes: whether NaN does, as PyTorch's SGD has it.
+    """
+    if callable(learning_rate):
+        return
+    if jnp.size(learning_rate) != 1:
+        raise ValueError(f"learning_rate must be one number or a schedule; got an array of shape {jnp.shape(learning_rate)}")
+    holds = (lambda rate: not rate < 0.0) if nan_passes else (lambda rate: rate >= 0.0)
+    check("learning_rate", learning_rate, holds, "a schedule, or a number of at least 0")
+
+
+def check_betas(betas: Sequence[Any]) -> None:
+    """Check that each of two decay rates lies in [0, 1)."""
+    for index in range(2):
+        check(f"betas[{index}]", betas[index], lambda beta: 0.0 <= beta < 1.0, "at least 0 and less than 1")

@@ -1,0 +1,176 @@
+"""The state of an optimizer across the border: out of PyTorch's `state_dict`, and into it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from funcgrad.torch_optim.rule import State
+
+PyTree = Any
+TorchState = dict[int, dict[str, np.ndarray]]
+# PyTorch makes these states with the optimizer, and not at a parameter's first step.
+BEGUN_AT_ONCE = {"sum"}
+
+
+def to_torch_state(opt_state: PyTree, params: PyTree) -> TorchState:
+    """The state as PyTorch's `optimizer.state_dict()["state"]`, in NumPy arrays.
+
+    In PyTorch, `optimizer.load_state_dict({"state": {index: {name: torch.from_numpy(array) ...}}, "param_groups":
+    optimizer.state_dict()["param_groups"]})` takes it over; learning rates and other options stay with the optimizers.
+
+    Args:
+      opt_state: the state of an optimizer of this package, or of a chain or another wrapper with one of them in it.
+      params: the parameters. Their leaves, in the order of `jax.tree.leaves`, are PyTorch's parameters 0, 1, ...
+
+    Returns:
+      For each parameter that has made a step its `step` and arrays, by PyTorch's names. Numbers of 16 bits are float32, because
+      NumPy has no bfloat16; PyTorch puts them back.
+
+    Raises:
+      ValueError: there is no state of this package in `opt_state`, or more than one, or it is not of these parameters.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from funcgrad import torch_optim
+      >>> optimizer, params = torch_optim.adam(), {"w": jnp.ones(2)}
+      >>> _, state = optimizer.update({"w": jnp.ones(2)}, optimizer.init(params), params)
+      >>> print(sorted(torch_optim.to_torch_state(state, params)[0]))
+      ['exp_avg', 'exp_avg_sq', 'step']
+
+    Reference:
+      `torch.optim.Optimizer.state_dict
+      <https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.html>`_
+    """
+    state = _only_state(opt_state)
+    leaves, treedef = jax.tree.flatten(params)
+    if state.step is None:
+        return {}
+    steps = np.asarray(state.step)
+    if len(steps) != len(leaves):
+        raise ValueError(f"the state is of {len(steps)} parameters, but params has {len(leaves)}")
+    slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+    # PyTorch counts in its default dtype, and SGD does not count.
+    counted = {} if set(slots) == {"momentum_buffer"} else {"step": steps.astype(np.float32)}
+    numbers = counted | {name: np.asarray(number) for name, number in state.numbers.items()}
+    return {
+        index: {name: np.array(number[index]) for name, number in numbers.items()}
+        | {name: _as_numpy(arrays[index]) for name, arrays in slots.items()}
+        for index in range(len(leaves))
+        if steps[index] > 0 or BEGUN_AT_ONCE & set(slots)
+    }
+
+
+def from_torch_state(
+    state_dict: Mapping[Any, Mapping[str, Any]],
+    params: PyTree,
+    transformation: optax.GradientTransformation,
+    *,
+    count: int | None = None,
+) -> PyTree:
+    """The state of `transformation` that goes on from PyTorch's `optimizer.state_dict()["state"]`.
+
+    Args:
+      state_dict: for the index of each parameter its arrays, of NumPy or what `numpy.asarray` takes. A parameter that it lacks
+        has made no step.
+      params: the parameters, as for `to_torch_state`.
+      transformation: the optimizer of this package, or a chain or another wrapper with one of them in it; all other state in it
+        is new.
+      count: the optimizer steps made, for a schedule. Where it is left out, the largest step of a parameter.
+
+    Returns:
+      The state.
+
+    Raises:
+      ValueError: an entry is missing, unknown or of another shape than its parameter, or a schedule's count is not known.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np
+      >>> from funcgrad import torch_optim
+      >>> optimizer, params = torch_optim.adam(), jnp.ones(2)
+      >>> saved = {0: {"step": np.array(5.0), "exp_avg": np.ones(2), "exp_avg_sq": np.ones(2)}}
+      >>> print(torch_optim.from_torch_state(saved, params, optimizer).step)
+      [5]
+
+    Reference:
+      `torch.optim.Optimizer.load_state_dict
+      <https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html>`_
+    """
+    begun = transformation.init(params)
+    state = _only_state(begun)
+    leaves, treedef = jax.tree.flatten(params)
+    entries = _read_entries(state_dict, len(leaves), state)
+    slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+    numbers = {name: np.array(number) for name, number in state.numbers.items()}
+    steps = np.zeros(len(leaves), np.int32)
+    for index, entry in entries.items():
+        steps[index] = int(np.asarray(entry.get("step", 1)))
+        for name, number in numbers.items():
+            number[index] = np.asarray(entry[name])
+        for name, arrays in slots.items():
+            array = np.asarray(entry[name])
+            if array.shape != jnp.shape(leaves[index]):
+                raise ValueError(
+                    f"state_dict[{index}][{name!r}] must have the shape of parameter {index}, {jnp.shape(leaves[index])}; "
+                    f"got {array.shape}"
+                )
+            # As an update in place, so that it lies on the parameter's devices.
+            arrays[index] = arrays[index].at[...].set(jnp.asarray(array, arrays[index].dtype))
+    read = State(
+        calls=None if state.calls is None else jnp.asarray(_count(count, entries), jnp.int32),
+        step=None if state.step is None else jnp.asarray(steps),
+        numbers={name: jnp.asarray(number) for name, number in numbers.items()},
+        slots={name: treedef.unflatten(arrays) for name, arrays in slots.items()},
+    )
+    return jax.tree.map(lambda node: read if isinstance(node, State) else node, begun, is_leaf=_is_state)
+
+
+def _read_entries(state_dict: Mapping[Any, Mapping[str, Any]], num: int, state: State) -> dict[int, Mapping[str, Any]]:
+    if "state" in state_dict:
+        raise ValueError('expected optimizer.state_dict()["state"]; got optimizer.state_dict() with its param_groups')
+    wanted = set(state.slots) | set(state.numbers)
+    if state.step is not None and wanted != {"momentum_buffer"}:
+        wanted.add("step")
+    entries = {}
+    for index, entry in state_dict.items():
+        if index not in range(num):
+            raise ValueError(f"state_dict must have keys from 0 to {num - 1}, one for each parameter; got {index!r}")
+        # PyTorch's SGD may leave None, or nothing, for a buffer.
+        present = {name: value for name, value in entry.items() if value is not None}
+        if not present:
+            continue
+        if set(present) != wanted:
+            raise ValueError(
+                f"state_dict[{index}] must have {sorted(wanted)}, the state of this transformation; got {sorted(present)}. "
+                "Give the transformation the options that PyTorch's optimizer had"
+            )
+        entries[index] = present
+    return entries
+
+
+def _count(count: int | None, entries: Mapping[int, Mapping[str, Any]]) -> int:
+    if count is not None:
+        return count
+    steps = [int(np.asarray(entry["step"])) for entry in entries.values() if "step" in entry]
+    if not steps:
+        raise ValueError("state_dict tells no step to ask the schedule with: give count=, the optimizer steps made")
+    return max(steps)
+
+
+def _only_state(opt_state: PyTree) -> State:
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(node)]
+    if len(found) != 1:
+        raise ValueError(f"expected a state with one optimizer of torch_optim in it; got one with {len(found)}")
+    return found[0]
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, State)
+
+
+def _as_numpy(array: jax.Array) -> np.ndarray:
+    narrow = jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32
+    return np.array(array, np.float32 if narrow else None)

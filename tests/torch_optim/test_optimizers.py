@@ -1,0 +1,58 @@
+"""Each optimizer beside PyTorch's: every option, alone and in pairs, in every dtype."""
+
+import jax
+import optimizer_twins as twins
+import pytest
+import torch
+from comparison import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    """PyTorch keeps NAdam's product and ASGD's step size in its default dtype."""
+    torch.set_default_dtype(torch.float64)
+    with jax.enable_x64(True):
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", twins.NAMES)
+def test_each_option(name):
+    for dtype, tolerance, pattern in (
+        ("float64", FLOAT64_TOLERANCE, twins.IN_TURNS),
+        ("float32", FLOAT32_TOLERANCE, twins.ALWAYS),
+    ):
+        of_params, of_states = twins.compare(name, dtype, twins.singles(name), pattern)
+        assert max(of_params) <= tolerance
+        assert max(of_states) <= tolerance
+
+
+@pytest.mark.parametrize("name", twins.NAMES)
+def test_options_in_pairs(name):
+    taken, refused = twins.pairs(name)
+    of_params, of_states = twins.compare(name, "float64", [(options, False) for options in taken], twins.ALWAYS)
+    assert max(of_params) <= FLOAT64_TOLERANCE
+    assert max(of_states) <= FLOAT64_TOLERANCE
+    for options in refused:
+        with pytest.raises(ValueError, match=r"must be .*; got "):
+            twins.here(name, options)
+
+
+# One unit in the last place of numbers of one size; nearly all numbers are the same.
+BFLOAT16_TOLERANCE = 2.0**-8
+FLOAT16_TOLERANCE = 2.0**-11
+
+
+@pytest.mark.parametrize("name", twins.NAMES)
+def test_bfloat16_and_complex(name):
+    sets = [({}, False), (twins.rich(name), False)]
+    for dtype, tolerance in (("bfloat16", BFLOAT16_TOLERANCE), ("complex128", FLOAT64_TOLERANCE)):
+        of_params, of_states = twins.compare(name, dtype, sets, twins.ALWAYS)
+        assert max(of_params) <= tolerance
+        assert max(of_states) <= 4 * tolerance
+
+
+def test_float16_keeps_numbers_that_are_subnormal():
+    of_params, of_states = twins.compare("adamw", "float16", [({"learning_rate": 0.01, "eps": 1e-4}, False)], twins.ALWAYS)
+    assert max(of_params) <= FLOAT16_TOLERANCE
+    assert max(of_states) <= FLOAT16_TOLERANCE
