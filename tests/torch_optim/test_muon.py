@@ -1,0 +1,141 @@
+"""Muon against PyTorch's, which runs beside it."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizer_runs
+import pytest
+import torch
+from comparison import assert_identical, relative_difference
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from funcgrad.torch_optim.muon import COEFFICIENTS, muon, orthogonal
+from funcgrad.torch_optim.schedules import step_lr
+
+STEPS = 100
+SHAPES = {"row": (1, 5), "square": (4, 4), "tall": (7, 3), "wide": (3, 6)}
+ABSENT = np.arange(STEPS) % 7 == 3
+DEFAULTS = {"weight_decay": 0.1, "momentum": 0.95, "ns_coefficients": COEFFICIENTS, "eps": 1e-7, "ns_steps": 5}
+OPTIONS = {"weight_decay": 0.0, "momentum": 0.5, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 3.0, "ns_steps": 3}
+SETS = [dict(chosen) for number in (0, 1, 2) for chosen in itertools.combinations(OPTIONS.items(), number)]
+RATE = 0.02
+# The steps of the optimizer that are not in bfloat16 differ by rounding; where that, or the order of a sum of products, moves a
+# number over the border between two numbers of bfloat16, which are 2**-8 apart, the iteration makes 2**-6 of it at most.
+BFLOAT16_TOLERANCE = 2**-6
+# Small matrices: whatever the order, their sums of products hardly ever cross a border (measured: 2e-15 in most
+# runs, 7e-6 at worst). One crossing moves a parameter by 2**-6 of a step.
+SMALL_TOLERANCE = 1e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (4, 4), (8, 5), (5, 8)])
+def test_the_iteration_bit_for_bit(x64, shape):
+    matrices = np.random.default_rng(0).normal(size=(8, *shape))
+    matrices[0] = 0.0
+    got = jax.jit(lambda: jnp.stack([orthogonal(matrix, COEFFICIENTS, 2, 1e-7) for matrix in jnp.asarray(matrices)]))()
+    want = [_zeropower_via_newtonschulz(torch.tensor(matrix), COEFFICIENTS, 2, 1e-7).float().numpy() for matrix in matrices]
+    assert_identical(got.astype(jnp.float32), np.stack(want))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 96), (96, 32)])
+def test_the_iteration_of_larger_matrices(shape):
+    matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    got = np.asarray(orthogonal(jnp.asarray(matrix), COEFFICIENTS, 5, 1e-7).astype(jnp.float32))
+    want = _zeropower_via_newtonschulz(torch.tensor(matrix), COEFFICIENTS, 5, 1e-7).float().numpy()
+    assert np.max(np.abs(got - want)) <= BFLOAT16_TOLERANCE * np.max(np.abs(want))
+    assert relative_difference(got, want) <= BFLOAT16_TOLERANCE
+    # What it is for: singular values near 1.
+    assert np.all(np.abs(np.linalg.svd(got, compute_uv=False) - 1) < 0.5)
+
+
+@pytest.mark.parametrize(("nesterov", "adjust_lr_fn"), [(True, None), (False, None), (True, "match_rms_adamw")])
+def test_options_and_pairs(x64, nesterov, adjust_lr_fn):
+    params, grads = optimizer_runs.gradients(SHAPES, STEPS)
+    arrays = jax.tree.map(jnp.asarray, (params, grads))
+    sets = SETS if nesterov and adjust_lr_fn is None else [chosen for chosen in SETS if len(chosen) < 2]
+
+    def run(options):
+        optimizer = muon(RATE, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn, **options)
+        return optimizer_runs.our_run(optimizer, *arrays, ABSENT)
+
+    columns = [DEFAULTS | chosen for chosen in sets]
+    columns = {name: jnp.asarray([column[name] for column in columns]) for name in DEFAULTS}
+    # The coefficients as three numbers.
+    columns["ns_coefficients"] = tuple(columns["ns_coefficients"].T)
+    results = jax.jit(jax.vmap(run))(columns)
+    for index, chosen in enumerate(sets):
+        options = DEFAULTS | chosen | {"nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+        want = optimizer_runs.torch_run(lambda leaves: torch.optim.Muon(leaves, lr=RATE, **options), params, grads, ABSENT)
+        assert relative_difference(jax.tree.map(lambda leaf: leaf[index], results), want) <= SMALL_TOLERANCE, chosen
+
+
+def test_original_is_the_default():
+    params = jnp.ones((6, 2))
+    twins = [muon(adjust_lr_fn=name) for name in (None, "original")]
+    assert_identical(*[jax.jit(twin.update)(params, twin.init(params), params)[0] for twin in twins])
+    matrix = torch.ones((6, 2), requires_grad=True)
+    matrix.grad = torch.ones((6, 2))
+    torch.optim.Muon([matrix], adjust_lr_fn="original").step()
+    updates, _ = jax.jit(twins[1].update)(params, twins[1].init(params), params)
+    assert relative_difference(params + updates, matrix.detach().numpy()) <= SMALL_TOLERANCE
+
+
+def test_both_types_with_a_schedule(x64):
+    def make(leaves):
+        optimizer = torch.optim.Muon(leaves, lr=RATE)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    params, grads = optimizer_runs.gradients(SHAPES, 20)
+    absent = ABSENT[:20]
+    optimizers = [muon(step_lr(RATE, 5, gamma=0.5)), optax.inject_hyperparams(muon)(step_lr(RATE, 5, gamma=0.5))]
+    for dtype, optimizer in zip((np.float32, np.float64), optimizers, strict=True):
+        arrays = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (params, grads))
+        got = jax.jit(lambda: optimizer_runs.our_run(optimizer, *arrays, absent))()
+        want = optimizer_runs.torch_run(make, params, grads, absent, dtype)
+        assert relative_difference(got, want) <= SMALL_TOLERANCE
+
+
+def test_a_leaf_without_a_gradient_stays():
+    optimizer = muon(0.1)
+    params = {"a": jnp.ones((2, 2)), "b": jnp.full((2, 3), -0.0), "none": jnp.zeros((3, 0))}
+    grads = jax.tree.map(jnp.ones_like, params)
+    update = jax.jit(optimizer.update)
+    _, state = update(grads, optimizer.init(params), params)
+    updates, after = update({**grads, "b": None}, state, params)
+    assert_identical(optax.apply_updates(params, updates)["b"], params["b"])
+    assert_identical(after.slots["momentum_buffer"]["b"], state.slots["momentum_buffer"]["b"])
+    assert updates["none"].shape == (3, 0)
+
+
+REFUSED = [
+    ({"learning_rate": -1.0}, "learning_rate must be a schedule, or a number of at least 0"),
+    ({"momentum": -0.1}, "momentum must be a number of at least 0"),
+    ({"weight_decay": -0.1}, "weight_decay must be a number of at least 0"),
+    ({"adjust_lr_fn": "none"}, "adjust_lr_fn must be None, 'original' or 'match_rms_adamw'; got 'none'"),
+    ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers"),
+    ({"ns_steps": 100}, "ns_steps must be less than 100; got 100"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_refused_as_in_torch(options, message):
+    theirs = {{"learning_rate": "lr"}.get(name, name): value for name, value in options.items()}
+    matrix = torch.zeros((2, 2), requires_grad=True)
+    matrix.grad = torch.ones((2, 2))
+    with pytest.raises(ValueError):  # noqa: PT011 - PyTorch's text; some are found at the first step only
+        torch.optim.Muon([matrix], **theirs).step()
+    with pytest.raises(ValueError, match=message):
+        muon(**options)
+
+
+def test_refused_parameters():
+    with pytest.raises(ValueError, match="Muon only supports 2D"):
+        torch.optim.Muon([torch.zeros(3)])
+    with pytest.raises(ValueError, match=r"muon takes matrices only; got the shape \(3,\) at params\['bias'\]"):
+        muon().init({"bias": jnp.zeros(3)})
+    with pytest.raises(TypeError, match=r"muon takes real parameters; got complex64 at params\['a'\]"):
+        muon().init({"a": jnp.zeros((2, 2), jnp.complex64)})
