@@ -6,12 +6,17 @@ Each function has PyTorch's argument names and defaults and answers an `optax.Gr
 - `optax.inject_hyperparams` works on all.
 - State is kept for each parameter. One whose gradient is None keeps its value and its state bit for bit.
 - `update` needs the parameters.
+- `schedules` holds the learning rates of `torch.optim.lr_scheduler`.
 - Parameters of 16 bits are rounded where PyTorch rounds them; a complex one is two real ones.
 """
 
+from funcgrad.torch_optim import schedules
+from funcgrad.torch_optim.adafactor import adafactor
 from funcgrad.torch_optim.adagrad import adadelta, adagrad
 from funcgrad.torch_optim.adam import adam, adamax, adamw
 from funcgrad.torch_optim.clip import clip_grad_norm, clip_grad_value
+from funcgrad.torch_optim.lbfgs import lbfgs
+from funcgrad.torch_optim.muon import muon
 from funcgrad.torch_optim.nadam import nadam, radam
 from funcgrad.torch_optim.per_parameter import per_parameter
 from funcgrad.torch_optim.rmsprop import rmsprop
@@ -21,6 +26,7 @@ from funcgrad.torch_optim.torch_state import from_torch_state, to_torch_state
 
 __all__ = [
     "adadelta",
+    "adafactor",
     "adagrad",
     "adam",
     "adamax",
@@ -29,11 +35,14 @@ __all__ = [
     "clip_grad_norm",
     "clip_grad_value",
     "from_torch_state",
+    "lbfgs",
+    "muon",
     "nadam",
     "per_parameter",
     "radam",
     "rmsprop",
     "rprop",
+    "schedules",
     "sgd",
     "to_torch_state",
 ]

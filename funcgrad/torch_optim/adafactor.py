@@ -71,7 +71,7 @@ def adafactor(
         slots = [_new_slots(leaf) for leaf in leaves]
         names = ("row_var", "col_var", "variance")
         return State(
-            count=jnp.zeros((), jnp.int32) if callable(learning_rate) else None,
+            calls=jnp.zeros((), jnp.int32) if callable(learning_rate) else None,
             step=jnp.zeros(len(leaves), jnp.int32),
             numbers={},
             slots={name: treedef.unflatten([each.get(name) for each in slots]) for name in names},
@@ -84,7 +84,7 @@ def adafactor(
         leaves, treedef = jax.tree.flatten(params)
         grads = gradients_of(updates, params)
         present = np.array([grad is not None for grad in grads], bool)
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        rate = learning_rate(state.calls) if callable(learning_rate) else learning_rate
         step = jnp.where(present, optax.safe_increment(state.step), state.step)
         slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
         # PyTorch takes the default of eps1 from the first parameter that it updates, and keeps it for the others.
@@ -102,9 +102,9 @@ def adafactor(
             new_updates.append(new_update)
             for name, array in kept.items():
                 slots[name][index] = array
-        count: Any = None if state.count is None else optax.safe_increment(state.count)
+        calls = None if state.calls is None else optax.safe_increment(state.calls)
         trees = {name: treedef.unflatten(arrays) for name, arrays in slots.items()}
-        return treedef.unflatten(new_updates), State(count, step, {}, trees)
+        return treedef.unflatten(new_updates), State(calls, step, {}, trees)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
