@@ -44,7 +44,7 @@ def start(**shapes):
 PROBLEMS = {
     "rosenbrock": (rosenbrock, rosenbrock, {"x": np.array([-1.2, 1.0, -0.5, 0.8])}, 4),
     "least squares": (least_squares, functools.partial(least_squares, library=torch), start(weight=(5, 1), bias=(1,)), 3),
-    "network": (network, functools.partial(network, library=torch), start(hidden=(5, 4), bias=(4,), out=(4, 1)), 4),
+    "network": (network, functools.partial(network, library=torch), start(hidden=(5, 4), bias=(4,), out=(4, 1)), 3),
 }
 # With and without line search. The numbers are arguments of one program, but for the history's size.
 DEFAULTS = {"learning_rate": 1.0, "max_iter": 20, "max_eval": 25, "tolerance_grad": 1e-7, "tolerance_change": 1e-9}
