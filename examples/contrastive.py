@@ -1,7 +1,8 @@
 """A contrastive loss over an effective batch of 512 pairs, three ways: whole, accumulated plainly, and coupled.
 
 Each row is compared with all others of its batch. Accumulated plainly, a row is compared with those of its microbatch: that is
-another loss, with fewer negatives, and another gradient. The coupled form is the whole batch's, in a microbatch's memory.
+another loss, with fewer negatives, and another gradient. The coupled form is the whole batch's. It needs the activations of one
+microbatch, and what the loss makes of all representations: here matrices of 512 x 512.
 
     python examples/contrastive.py [--microbatches 64] [--steps 150] [--plot contrastive.png] [--smoke]
 """
@@ -33,7 +34,7 @@ def init(key: jax.Array) -> Params:
         "first": jax.random.normal(keys[0], (64, WIDTH)) / 8,
         "layers": [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys[1:-1]],
         "last": jax.random.normal(keys[-1], (WIDTH, FEATURES)) / WIDTH**0.5,
-        "scale": jnp.log(5.0),
+        "scale": jnp.asarray(np.log(5.0), jnp.float32),  # a dtype of its own, or the step is compiled twice
     }
 
 

@@ -216,7 +216,7 @@ class Call:
         for name in keys.used_keys(evaluate, unnamed, "args"):
             raise ValueError(
                 f"the loss draws from {name}, a PRNG key among the parameters, and every microbatch and every step would "
-                f"{_SHARED_KEY}"
+                f"{_SHARED_KEY}. For an nnx.Module there is fg.nnx.train_step, too"
             )
 
     def warn_of_whole_rows(self) -> None:

@@ -42,8 +42,11 @@ def coupled_value_and_grad(
         value, d_params, d_z = the loss and its gradients at (params, z)
         grads = d_params + sum_i vjp(encode, params, x_i)(d_z_i)
 
-    which is the gradient of the whole batch by the chain rule. It costs a second forward pass through the encoder, and needs
-    the activations of one microbatch. Dropout sees the same mask in both passes.
+    which is the gradient of the whole batch by the chain rule. It costs a second forward pass through the encoder. It needs the
+    activations of one microbatch, and beside them all representations and what the loss makes of these, for example a matrix of
+    similarities. Dropout sees the same mask in both passes.
+
+    It goes where `value_and_grad` goes: into a jitted step of your own, around `optimizer.update`.
 
     Args:
       encode_fn: `encode_fn(params, batch, ...)` gives the representations: a pytree whose leaves have a row for each row of the
@@ -61,8 +64,8 @@ def coupled_value_and_grad(
       gradients are of the first argument, and as `value_and_grad` gives them.
 
     Raises:
-      ValueError: a representation has not a row for each row of the microbatch, or none has a gradient, or as for
-        `value_and_grad`.
+      ValueError: a representation has not a row for each row of the microbatch, or its rows get longer with their number, or
+        none has a gradient, or as for `value_and_grad`.
       TypeError: as for `value_and_grad`.
 
     Example:
@@ -144,10 +147,28 @@ def _encode(call: Call, params: PyTree, index: Any) -> PyTree:
                 f"{name} is {trees.describe(leaf)}, but must have a row for each row of the microbatch as its first axis, here "
                 f"{rows}. What there is once for all rows, a temperature for example, loss_fn takes from the parameters"
             )
+    if any(rows in jnp.shape(leaf)[1:] for _, leaf in named) and call.split.count > 1:
+        _check_rows_alone(call, params, named)
     if not any(trees.is_differentiable(leaf) for _, leaf in named):
         got = trees.abbreviate([f"{name}: {trees.describe(leaf)}" for name, leaf in named]) if named else "no leaf"
         raise ValueError(f"encode_fn must return representations that have a gradient, float32 for example; got {got}")
     return representations
+
+
+def _check_rows_alone(call: Call, params: PyTree, named: list[tuple[str, Any]]) -> None:
+    """Check that what `encode_fn` gives for a row does not get longer with the rows: it is asked for the whole batch's shapes.
+
+    Raises:
+      ValueError: it does.
+    """
+    placed = call.whole_arguments(0)
+    whole = jax.eval_shape(lambda params: call.evaluate(params, placed)[1], params)
+    for (name, leaf), all_rows in zip(named, jax.tree.leaves(whole), strict=True):
+        if jnp.shape(leaf)[1:] != all_rows.shape[1:]:
+            raise ValueError(
+                f"{name} is {trees.describe(leaf)} for a microbatch, but would be {trees.describe(all_rows)} for the whole "
+                "batch: encode_fn compares the rows of a microbatch. Compare them in loss_fn, which sees all"
+            )
 
 
 def _encode_all(call: Call) -> PyTree:

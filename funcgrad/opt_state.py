@@ -36,8 +36,8 @@ def check_opt_state(optimizer: optax.GradientTransformation, selected: PyTree, o
     if structures[0] != structures[1]:
         expected_text, got_text = (trees.abbreviate(str(structure)) for structure in structures)
         raise ValueError(
-            "the state's opt_state is not of this optimizer: make state and step with the same one. Expected "
-            f"{expected_text}, got {got_text}"
+            "the state's opt_state is not of this optimizer: make state and step with the same one, or for a new optimizer a "
+            f"new state, fg.TrainState.create(state.params, optimizer, ...). Expected {expected_text}, got {got_text}"
         )
 
 

@@ -69,6 +69,7 @@ def value_and_grad(
       carry_argnum: an argument that each microbatch updates for the next one: BatchNorm's statistics, an RNN's hidden state.
         `fun` has `has_aux=True` and returns `(loss, (carry, aux))`; aux is then `(carry, aux)` here, too, with the last carry.
         It enters each microbatch as a constant: truncated back-propagation. One that is skipped hands on what it was given.
+        Where time steps are the rows, name their axis and keep them together: `in_axes=1, order="contiguous"`.
       aux: how each leaf of aux is reduced: `"mean"`, weighted like the loss; `"sum"`; `"max"`; `"last"`; `"stack"`, one on top
         of the other; `"concat"`, rows in the order of the batch; a function `(old, new, index) -> merged`, called from the
         second microbatch on; or a pytree prefix of these.

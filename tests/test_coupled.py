@@ -278,6 +278,15 @@ class TestErrors:
         with pytest.raises(error, match=text):
             wrap(fun)(jnp.ones((4, 3)), jnp.ones((16, 4)))
 
+    @pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 6}], ids=str)
+    def test_rows_that_are_compared_in_the_encoder(self, options):
+        fun = fg.coupled_value_and_grad(lambda p, x: (x @ p) @ (x @ p).T, lambda p, z: jnp.sum(z), **options)
+        text = r"representations is float32\[\d,\d\] for a microbatch, but would be float32\[16,16\] for the whole batch"
+        with pytest.raises(ValueError, match=text):
+            fun(jnp.ones((4, 3)), jnp.ones((16, 4)))
+        square = fg.coupled_value_and_grad(lambda p, x: x @ p, lambda p, z: jnp.sum(z), num_microbatches=4)
+        assert square(jnp.ones((4, 4)), jnp.ones((16, 4)))[0] == 16 * 4 * 4
+
     def test_the_loss(self):
         fun = fg.coupled_value_and_grad(lambda p, x: x @ p, lambda p, z: z, num_microbatches=4)
         with pytest.raises(TypeError, match=r"the loss must be a real scalar, float32\[\] for example; got float32\[16,3\]"):

@@ -500,3 +500,12 @@ def test_flax_is_imported_when_it_is_asked_for():
     with pytest.raises(AttributeError, match="module 'funcgrad' has no attribute 'missing'"):
         fg.missing  # noqa: B018
     assert fg.__getattr__("nnx") is fg.nnx
+
+
+def test_the_module_is_not_an_argument_of_the_step():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = fg.nnx.train_step(model, optimizer, lambda model, x: jnp.mean(model(x) ** 2), num_microbatches=2)
+    for arguments in ((model, optimizer, jnp.ones((4, 2))), (optimizer, jnp.ones((4, 2)))):
+        with pytest.raises(TypeError, match=r"the step holds the module and the optimizer already: call step\(batch\)"):
+            step(*arguments)

@@ -73,9 +73,9 @@ def train_step(
       Inside `nnx.jit`, make the step there, of the module and the optimizer that the function was passed.
 
     Raises:
-      ValueError, TypeError: as for `funcgrad.train_step`; or the optimizer is of another model, the loss changes what it may
-        not change (a trained variable, the module's structure, the shape of a variable), or the module is of another trace
-        level. Module and optimizer then are as they were.
+      ValueError, TypeError: as for `funcgrad.train_step`; or the optimizer is of a model of another structure; or the loss
+        changes what it may not change: a trained variable, the module's structure, the shape of a variable; or the module is of
+        another trace level. Module and optimizer then are as they were.
 
     Example:
       >>> import jax.numpy as jnp, optax, funcgrad as fg

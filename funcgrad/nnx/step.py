@@ -53,6 +53,11 @@ class ModuleStep:
         return self._with_state(self._lower, args, kwargs, overwrite=False)
 
     def _with_state(self, use: Callable[..., Any], args: Any, kwargs: Any, *, overwrite: bool) -> Any:
+        held = [arg for arg in (*args, *kwargs.values()) if arg is self._model or arg is self._optimizer]
+        if held:
+            raise TypeError(
+                f"the step holds the module and the optimizer already: call step(batch). It was passed {type(held[0]).__name__}"
+            )
         for option, numbers in self._numbers.items():
             checks.resolve_argument_numbers(option, numbers, 1 + len(args))
         # The containers anew, so that one of the module's own variables among them is a holder of its array like any other.
