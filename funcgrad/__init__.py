@@ -1,6 +1,7 @@
 """funcgrad: PyTorch's hidden gradient state, made explicit for JAX."""
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from funcgrad.accumulator import GradBuffer, accumulate, mean, merge, total, zero_grad, zeros
 from funcgrad.coupled import coupled_value_and_grad
@@ -32,10 +33,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """`funcgrad.nnx`, imported when it is asked for: nothing else needs flax."""
-    if name == "nnx":
-        import importlib
+if TYPE_CHECKING:
+    from funcgrad import nnx as nnx
+else:  # for a type checker, any name would do
 
-        return importlib.import_module("funcgrad.nnx")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """`funcgrad.nnx`, imported when it is asked for: nothing else needs flax."""
+        if name == "nnx":
+            return importlib.import_module("funcgrad.nnx")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

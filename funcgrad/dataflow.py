@@ -41,8 +41,12 @@ def _of_equation(equation: Any) -> Sequence[int | None]:
     called = getattr(called, "jaxpr", called)
     if not isinstance(called, jax.extend.core.Jaxpr) or name == "shard_map":
         return [None] * len(equation.outvars)
-    fits = len(called.invars) == len(equation.invars) and len(called.outvars) == len(equation.outvars)
+    fits = _shapes(called.invars) == _shapes(equation.invars) and _shapes(called.outvars) == _shapes(equation.outvars)
     return handed_through(called) if fits else [None] * len(equation.outvars)
+
+
+def _shapes(atoms: Sequence[Any]) -> list[Any]:
+    return [getattr(atom.aval, "shape", None) for atom in atoms]
 
 
 def _of_scan(params: dict[str, Any]) -> list[int | None]:

@@ -28,9 +28,8 @@ def check_opt_state(optimizer: optax.GradientTransformation, selected: PyTree, o
     Raises:
       ValueError: it is of another.
     """
-    try:
-        expected = jax.eval_shape(optimizer.init, selected)
-    except (TypeError, IndexError, AttributeError):  # of an init that cannot be traced: no fault, it ran in `create`
+    expected = shapes_of(optimizer, selected)
+    if expected is None:  # no fault: it ran in `create`
         return
     structures = [jax.tree.structure(tree) for tree in (expected, opt_state)]
     if structures[0] != structures[1]:
@@ -41,12 +40,29 @@ def check_opt_state(optimizer: optax.GradientTransformation, selected: PyTree, o
         )
 
 
-def shapes_of(optimizer: optax.GradientTransformation, selected: PyTree) -> PyTree:
-    """The optimizer's state before the first step, or its shapes, if its init can be traced."""
+def shapes_of(optimizer: optax.GradientTransformation, selected: PyTree) -> PyTree | None:
+    """The shapes of the optimizer's state before the first step; None if its init cannot be traced."""
     try:
         return jax.eval_shape(optimizer.init, selected)
     except (TypeError, IndexError, AttributeError):
-        return optimizer.init(selected)
+        return None
+
+
+def state_of(optimizer: optax.GradientTransformation, selected: PyTree) -> PyTree:
+    """The state that the optimizer would have for `selected`, which may have no leaf, or its shapes.
+
+    Raises:
+      ValueError: it has none without a leaf, as what is laid out for all leaves together.
+    """
+    shapes = None
+    try:
+        shapes = shapes_of(optimizer, selected)
+        return optimizer.init(selected) if shapes is None else shapes
+    except (ValueError, IndexError) as error:
+        raise ValueError(
+            "the optimizer has no state for the leaves that stay trained, so what of it belongs to which cannot be told. "
+            "Begin afresh: fg.TrainState.create(state.params, optimizer, trainable=...)"
+        ) from error
 
 
 def carried_over(old: PyTree, middle: PyTree, fresh: PyTree) -> PyTree:

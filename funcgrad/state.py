@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from funcgrad import accumulator, trees
 from funcgrad.accumulator import GradBuffer
-from funcgrad.opt_state import carried_over, check_opt_state, check_optimizer, shapes_of
+from funcgrad.opt_state import carried_over, check_opt_state, check_optimizer, state_of
 from funcgrad.trees import PyTree, Trainable
 
 
@@ -123,7 +123,7 @@ class TrainState:
         compensated = self.buffer.compensation is not None
         fresh = TrainState.create(self.params, optimizer, copy=False, trainable=trainable, dtype=dtype, compensated=compensated)
         _check_same_dtypes(self.buffer, fresh.buffer)
-        middle = shapes_of(optimizer, _having_places(_having_places(self.params, self.buffer), fresh.buffer))
+        middle = state_of(optimizer, _having_places(_having_places(self.params, self.buffer), fresh.buffer))
         opt_state = carried_over(self.opt_state, middle, fresh.opt_state)
         return dataclasses.replace(fresh, opt_state=opt_state, step=self.step)
 

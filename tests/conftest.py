@@ -14,12 +14,7 @@ jax.config.update("jax_disable_most_optimizations", True)
 @pytest.fixture(autouse=True)
 def optimization(request):
     """All optimizations, as users' programs have them, for a test that is marked so."""
-    if request.node.get_closest_marker("optimized"):
-        jax.config.update("jax_disable_most_optimizations", False)
-        yield
-        jax.config.update("jax_disable_most_optimizations", True)
-    else:
-        yield
+    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimized") is None)
 
 
 @pytest.fixture

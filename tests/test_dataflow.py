@@ -48,6 +48,7 @@ custom.defjvp(lambda primals, tangents: (custom(*primals), tangents))
         (looped, [0, None, None]),
         (branched, [1, 2, None]),
         (lambda x, y, z: custom(x, y), [1, None]),
+        (lambda x, y, z: lax.reduce(z, y, lambda left, right: right, (0,)), [None]),  # it calls with other shapes
         (functools.partial(jax.vmap(lambda x, y, z: (z, x + y), in_axes=(None, None, 0), out_axes=(0, None))), [2, None]),
     ],
 )

@@ -18,7 +18,7 @@ import funcgrad as fg
 ROWS, SIZE = 10, 4  # 4, 4 and 2
 X = jnp.sin(jnp.arange(3.0 * ROWS)).reshape(ROWS, 3)
 TRAINED = ("w", "half", "complex", "scale")
-OPTIMIZER = optax.adam(1e-2)
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)  # Adam would hide a wrong scale of the gradients
 
 
 def make_params():

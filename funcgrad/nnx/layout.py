@@ -164,9 +164,10 @@ def _check_structure(layout: Layout, graphdef: Any, variables: dict[Path, Any]) 
             "nnx.pop(model, nnx.Intermediate)"
         )
     if graphdef != layout.graphdef:
-        pairs = zip(layout.graphdef.attributes, graphdef.attributes, strict=False)
-        attributes = sorted({str(new[0]) for old, new in pairs if old != new})
+        changed = set(layout.graphdef.attributes) ^ set(graphdef.attributes)
+        attributes = sorted({str(name) for name, _ in changed if not str(name).startswith("_pytree__")})
+        what = ": " + trees.abbreviate(attributes) if attributes else ", or the kind of a variable"
         raise ValueError(
-            "the loss changes the structure of the module, or an attribute that is no variable: "
-            f"{trees.abbreviate(attributes)}. Do that outside of the step (model.train() for example), or make it a variable"
+            f"the loss changes the structure of the module, or an attribute that is no variable{what}. Do that outside of the "
+            "step (model.train() for example), or make it a variable"
         )

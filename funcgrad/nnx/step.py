@@ -12,6 +12,7 @@ from funcgrad.accumulator import GradBuffer
 from funcgrad.compiled import Lowered
 from funcgrad.nnx.layout import CARRIED, FIXED, TRAINED, Layout, Path, Written, functional_loss, name_of
 from funcgrad.nnx.variables import is_variable, note_made, prepare, set_value, values_of
+from funcgrad.opt_state import shapes_of
 from funcgrad.state import TrainState, committed_like
 from funcgrad.trees import PyTree
 
@@ -89,12 +90,13 @@ class ModuleStep:
         leaves, treedef = jax.tree.flatten(params)
         key = treedef, tuple((leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves)
         buffer = self._buffer[1] if self._buffer[0] == key else None
+        first = buffer is None
         if buffer is None:
             _check_fit(self._tx, layout, params, opt_state)
             buffer = accumulator.zeros(params, **self._buffer_options)
         self._buffer = key, None  # the step may overwrite it, and then fail
         state, carried = TrainState(params, opt_state, buffer, step), tuple(jax.tree.leaves(values_of(carried)))
-        if copied:  # else the second step would compile anew
+        if copied or first:  # else the second step would compile anew
             state, carried = (committed_like(params, part) for part in (state, carried))
         return layout, state, ((layout, tuple(jax.tree.leaves(fixed))), carried)
 
@@ -149,9 +151,8 @@ def _check_fit(tx: Any, layout: Layout, params: PyTree, opt_state: PyTree) -> No
                     f"{name_of(place.path)} is {trees.describe(leaf)}, which has no gradient, but the optimizer's wrt selects "
                     "it. Make the optimizer with a filter that leaves it out"
                 )
-    try:
-        expected = jax.eval_shape(tx.init, params)
-    except (TypeError, IndexError, AttributeError):  # an init that cannot be traced
+    expected = shapes_of(tx, params)
+    if expected is None:
         return
     wanted, got = (
         {name: trees.describe(leaf) for name, leaf in trees.leaves_with_names(tree, "opt_state")}
