@@ -198,12 +198,12 @@ def _owned(opt_state: PyTree) -> PyTree:
     return treedef.unflatten(leaves)
 
 
-def committed_like(params: PyTree, state: PyTree) -> Any:
-    """`state` with all arrays committed to the devices of `params`, if those are: else the second step compiles anew."""
+def committed_like(params: PyTree, tree: PyTree) -> Any:
+    """`tree` with all arrays committed to the devices of `params`, if those are: else the second step compiles anew."""
     concrete = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
     committed = [leaf.sharding for leaf in concrete if leaf.committed]
     if not committed:
-        return state
+        return tree
     sharding = committed[0]
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
@@ -212,7 +212,7 @@ def committed_like(params: PyTree, state: PyTree) -> Any:
         concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         return jax.device_put(leaf, sharding) if concrete and not leaf.committed else leaf
 
-    return jax.tree.map(commit, state)
+    return jax.tree.map(commit, tree)
 
 
 def _without_repeats(tree: PyTree) -> PyTree:

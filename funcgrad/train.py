@@ -66,8 +66,9 @@ def train_step(
         shapes: see `fg.plan`.
       budget_bytes: for `"auto"`: how many bytes of memory there are, a number or text like `"8GiB"`; None: what the device
         says that it has.
-      loop: as for `value_and_grad`, or `"host"`: the program of one microbatch, called as often as there are microbatches. So
-        it does, with `"auto"`, on CPU where the loss holds a convolution: with the memory of a scan, but as fast as unrolled.
+      loop: as for `value_and_grad`, or `"host"`: the program of one microbatch, called as often as there are microbatches. With
+        `"auto"` a step keeps to the memory of a scan: on CPU, where the loss holds a convolution, it is `"ordered"` for a few
+        small microbatches and else `"host"`; two microbatches stand in a loop body only where gradients outweigh activations.
       trainable: checked against the state, which says what is trained.
       skip_nonfinite: leave out microbatches whose loss or gradients are not finite. If none is left, nothing is updated.
       donate: overwrite the state that is passed in. False keeps it alive, at the price of a copy.

@@ -25,7 +25,8 @@ def arithmetic(jaxpr: jax.extend.core.Jaxpr) -> float:
 def live_bytes(jaxpr: jax.extend.core.Jaxpr) -> int:
     """The most bytes of results that are alive at once when the equations of `jaxpr` run in their order.
 
-    From the shapes alone, and without arguments and constants. A compiler that fuses operations needs less.
+    From the shapes alone, and without arguments and constants. A compiler that fuses operations needs less; of a loop, what one
+    round needs is not added to what all of them give.
     """
     uses = [_variables(equation.invars) for equation in jaxpr.eqns]
     last = {variable: index for index, used in enumerate(uses) for variable in used}

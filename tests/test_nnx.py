@@ -519,3 +519,14 @@ def test_the_module_is_not_an_argument_of_the_step():
     for arguments in ((model, optimizer, jnp.ones((4, 2))), (optimizer, jnp.ones((4, 2)))):
         with pytest.raises(TypeError, match=r"the step holds the module and the optimizer already: call step\(batch\)"):
             step(*arguments)
+
+
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.PathContains("kernel")])
+def test_a_variable_that_holds_no_array(wrt):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.PathContains("kernel"))
+    model.name = nnx.Param("text")
+    optimizer.wrt = wrt
+    step = fg.nnx.train_step(model, optimizer, lambda model, x: jnp.mean(model(x) ** 2), num_microbatches=2)
+    with pytest.raises(TypeError, match=r"model.name holds .*, which is no array"):
+        step(jnp.ones((4, 2)))

@@ -214,6 +214,12 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"keeps opt_state\[0\].mu, float32\[12\], for all leaves together.*Begin afresh"):
             state.with_trainable(optimizer, trains(names))
 
+    @pytest.mark.parametrize("optimizer", [optax.flatten(optax.adam(1e-2)), optax.lbfgs()], ids=["flatten", "lbfgs"])
+    def test_no_leaf_stays(self, optimizer):
+        state = fg.TrainState.create(make_params(), optimizer, trainable=trains("a"))
+        with pytest.raises(ValueError, match="Begin afresh"):
+            state.with_trainable(optimizer, trains("b"))
+
     def test_what_is_kept_in_a_list_of_leaves(self):
         optimizer = optax.GradientTransformation(
             lambda params: [jnp.zeros_like(leaf) for leaf in jax.tree.leaves(params)],

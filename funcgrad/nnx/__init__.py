@@ -51,8 +51,8 @@ def train_step(
     call: after `model.eval()`, another attribute or a loaded checkpoint the step goes on from there, and compiles anew where
     it has to.
 
-    A step reuses the memory of arrays that a step made and that nothing but the module or the optimizer holds. Any other is
-    copied first: what was there before the first step, what was loaded, and what another module or a snapshot holds, too.
+    A step overwrites only arrays that an earlier step made, and that nothing but the module or the optimizer holds. All others
+    are copied first: what was there before the first step, what was loaded, what a snapshot or another module holds.
 
     Args:
       model: the module. `loss_fn` gets one of the same structure, not this object.
@@ -63,8 +63,8 @@ def train_step(
         loop: as for `funcgrad.train_step`; argument numbers are those of `loss_fn`, so the batch is 1. A microbatch that is
         skipped changes nothing in the module. What else microbatches hand on, a hidden state, belongs in an `nnx.Variable`.
       dtype, compensated: what gradients are accumulated in, and whether exactly, as for `zeros`.
-      donate: whether the memory of parameters and optimizer state is reused. False keeps their old arrays alive, at the price
-        of a copy.
+      donate: whether the memory of parameters and optimizer state is reused. False overwrites nothing, at the price of a copy:
+        for aliases that JAX itself makes of an array, as `jax.device_put` to the same device does, which a step cannot see.
 
     Returns:
       `step(batch, ...) -> metrics`, with `loss`, `grad_norm`, `weight`, `skipped`, and `aux` with `has_aux`, as for

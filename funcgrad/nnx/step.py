@@ -85,16 +85,19 @@ class ModuleStep:
         copied = prepare(trained, "model", overwrite=overwrite) | prepare(optimizer, "optimizer", overwrite=overwrite)
         prepare(carried, "model", overwrite=None)
         params, opt_state, step = values_of((trained, *optimizer))
-        key = graphdef, tuple(map(jax.tree.structure, states))
-        layout = self._layouts.setdefault(key, Layout(*key))
+        layout_key = graphdef, tuple(map(jax.tree.structure, states))
+        layout = self._layouts.get(layout_key)
+        if layout is None:
+            _check_arrays(states)
+            layout = self._layouts[layout_key] = Layout(*layout_key)
         leaves, treedef = jax.tree.flatten(params)
-        key = treedef, tuple((leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves)
-        buffer = self._buffer[1] if self._buffer[0] == key else None
+        buffer_key = treedef, tuple((leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves)
+        buffer = self._buffer[1] if self._buffer[0] == buffer_key else None
         first = buffer is None
         if buffer is None:
             _check_fit(self._tx, layout, params, opt_state)
             buffer = accumulator.zeros(params, **self._buffer_options)
-        self._buffer = key, None  # the step may overwrite it, and then fail
+        self._buffer = buffer_key, None  # the step may overwrite it, and then fail
         state, carried = TrainState(params, opt_state, buffer, step), tuple(jax.tree.leaves(values_of(carried)))
         if copied or first:  # else the second step would compile anew
             state, carried = (committed_like(params, part) for part in (state, carried))
@@ -139,6 +142,17 @@ class ModuleStep:
     def _keep(self, buffer: GradBuffer) -> None:
         """Keep the buffer for the next step, unless it is of a trace."""
         self._buffer = self._buffer[0], None if isinstance(buffer.weight, Tracer) else buffer
+
+
+def _check_arrays(states: tuple[PyTree, ...]) -> None:
+    for state in states:
+        for path, leaf in nnx.to_flat_state(state):
+            for value in jax.tree.leaves(values_of(leaf)):
+                if not (trees.is_array(value) or isinstance(value, trees.NUMBERS)):
+                    raise TypeError(
+                        f"{name_of(path)} holds {trees.describe(value)}, which is no array. Make it an attribute of the module"
+                        "not a variable"
+                    )
 
 
 def _check_fit(tx: Any, layout: Layout, params: PyTree, opt_state: PyTree) -> None:

@@ -1,6 +1,5 @@
 """The values of nnx variables, and which of them a step may overwrite."""
 
-import functools
 import sys
 import weakref
 from typing import Any
@@ -35,7 +34,7 @@ def prepare(tree: PyTree, root: str, *, overwrite: bool | None) -> bool:
       TypeError: what the step would update is no variable.
       ValueError: a variable is of another trace level, so that nothing could be written back to it.
     """
-    copied = False
+    copied, references = False, _references(nnx.Variable(object()))
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)[0]:
         if not is_variable(leaf):
             if overwrite is None:
@@ -43,7 +42,7 @@ def prepare(tree: PyTree, root: str, *, overwrite: bool | None) -> bool:
             raise TypeError(
                 f"{_place(root, path)} is {trees.describe(leaf)}, no nnx.Variable that could be updated. Make it an nnx.Param"
             )
-        owned = not overwrite or _is_owned(leaf)
+        owned = not overwrite or _is_owned(leaf, references)
         copied |= not owned
         value = _value(leaf)
         if not (owned and isinstance(value, jax.Array) and not getattr(value, "weak_type", False)):  # as it mostly is
@@ -63,27 +62,26 @@ def _place(root: str, path: Any) -> str:
     return f"{root}.{jax.tree_util.keystr(path, simple=True, separator='.')}"
 
 
-def _is_owned(variable: Any) -> bool:
-    """Whether a step may overwrite what a variable holds: a step made it, and only this variable holds it."""
+def _is_owned(variable: Any, references: int) -> bool:
+    """Whether a step may overwrite what a variable holds: a step made it, and only this variable holds it.
+
+    Args:
+      variable: the variable.
+      references: what `_references` gives where nothing but the variable holds the value; it depends on the interpreter.
+    """
     value = _value(variable)
     if isinstance(value, Tracer):
         return True
     if _MADE.get(id(value)) is not value:
         return False
     del value
-    return _references(variable) <= _references_of_one_holder()
+    return _references(variable) <= references
 
 
 def _references(variable: Any) -> int:
     """How many references there are to what a variable holds, those of this function included."""
     value = _value(variable)
     return sys.getrefcount(value)
-
-
-@functools.cache
-def _references_of_one_holder() -> int:
-    """What `_references` gives where nothing but the variable holds the value; measured, as it depends on the interpreter."""
-    return _references(nnx.Variable(object()))
 
 
 def _as_array(leaf: Any) -> Any:
