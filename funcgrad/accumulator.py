@@ -71,6 +71,13 @@ def zeros(params: PyTree, *, dtype: Any = None, compensated: bool = False, train
         return jnp.zeros_like(leaf, dtype=target)
 
     grads = jax.tree_util.tree_map_with_path(zero, selected)
+    if compensated:
+        for name, leaf in trees.leaves_with_names(grads, "params"):
+            if jnp.finfo(leaf.dtype).bits < 32:
+                raise ValueError(
+                    f"compensated sums are for many digits, but dtype={dtype!r} accumulates {name} in {leaf.dtype}. Leave out "
+                    "dtype, or compensated"
+                )
     double = any(trees.real_dtype(leaf.dtype) == np.float64 for leaf in jax.tree.leaves(grads))
     weight = jnp.zeros((), jnp.float64 if double else jnp.float32)
     low = jax.tree.map(jnp.zeros_like, (grads, weight)) if compensated else None

@@ -1,6 +1,5 @@
 """One call of a transformed function: its arguments, by what they are for, and what one microbatch of it gives."""
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -111,8 +110,10 @@ class Call:
             rows = self.batch.microbatch(self.split, index)
         # A key for one microbatch is the key: as without microbatches.
         args = self._place(rows, index if self.split.count > 1 else None)
-        if self.carry_argnums and carry is not None:
-            args[self.carry_argnums[0]] = carry
+        if self.carry_argnums:
+            carry = args[self.carry_argnums[0]] if carry is None else carry
+            # A constant, also where somebody differentiates the result: a line search, or an outer jax.grad.
+            args[self.carry_argnums[0]] = jax.tree.map(_detached, carry)
         return args
 
     def whole_arguments(self, index: Any) -> list[Any]:
@@ -166,7 +167,7 @@ class Call:
         keep = all_finite(grads, loss, 0 if weight is None else weight)
         if self.carry_argnums:  # what is left out hands on nothing
             old = trees.strongly_typed_tree(args[self.carry_argnums[0]])
-            carry = jax.tree.map(functools.partial(_chosen, keep), carry, old)
+            carry = chosen(keep, carry, old)
         return Micro(grads, loss, weight, aux, scale, carry, keep)
 
     def _check_carry(self) -> None:
@@ -188,7 +189,8 @@ class Call:
             if trees.describe(leaf) != trees.describe(before):
                 raise ValueError(
                     f"the carry must keep its shapes and dtypes from microbatch to microbatch: {place} came in as "
-                    f"{trees.describe(before)}, and the function returns {trees.describe(leaf)}"
+                    f"{trees.describe(before)}, and the function returns {trees.describe(leaf)}. Begin with {name} of that kind, "
+                    "or cast what is returned"
                 )
         return trees.strongly_typed_tree(carry), aux
 
@@ -302,8 +304,19 @@ def _value_and_grad(scalar: Any, selected: PyTree, rows: int | None) -> tuple[An
     return loss, weight, aux, grads, None if is_total or in_backward else rows
 
 
-def _chosen(keep: Any, new: Any, old: Any) -> Any:
-    return jnp.where(keep, new, old) if not trees.is_key(new) else jax.lax.select(jnp.broadcast_to(keep, new.shape), new, old)
+def chosen(keep: Any, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where `keep`, `[]` boolean, is true, else `old`; both may hold keys."""
+
+    def choose(new: Any, old: Any) -> Any:
+        if trees.is_key(new):
+            return jax.lax.select(jnp.broadcast_to(keep, new.shape), new, old)
+        return jnp.where(keep, new, old)
+
+    return jax.tree.map(choose, new, old)
+
+
+def _detached(leaf: Any) -> Any:
+    return jax.lax.stop_gradient(leaf) if trees.is_differentiable(leaf) else leaf
 
 
 def _is_number(argnums: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from funcgrad import accumulator, loops, reducers, trees, window
 from funcgrad.call import Call, Micro
 from funcgrad.loops import Loop
-from funcgrad.loss import WeightedLoss, read_loss
+from funcgrad.loss import WeightedLoss, ratio, read_loss
 from funcgrad.options import Options
 from funcgrad.trees import PyTree, Trainable
 
@@ -111,18 +111,19 @@ def coupled_value_and_grad(
         mask = trees.trainable_mask(call.params, trainable)
         selected, rest = trees.partition(call.params, mask)
 
-        def evaluate(selected: PyTree, representations: PyTree) -> tuple[jax.Array, PyTree]:
+        def evaluate(selected: PyTree, representations: PyTree) -> tuple[Any, tuple[Any, PyTree]]:
             loss, aux = read_loss(loss_fn(trees.combine(selected, rest), representations), has_aux)
-            return loss.mean() if isinstance(loss, WeightedLoss) else loss, aux
+            return (loss.total, (loss.weight, aux)) if isinstance(loss, WeightedLoss) else (loss, (None, aux))
 
         if call.split.count == 1:
 
-            def whole(selected: PyTree) -> tuple[jax.Array, PyTree]:
-                return evaluate(selected, _encode(call, trees.combine(selected, rest), 0))
+            def whole(selected: PyTree) -> tuple[Any, tuple[Any, PyTree]]:
+                return evaluate(selected, _encode(call, mask, selected, 0))
 
-            (value, aux), grads = jax.value_and_grad(whole, has_aux=True)(selected)
+            (value, (weight, aux)), grads = jax.value_and_grad(whole, has_aux=True)(selected)
+            value, grads = _divided((value, grads), weight)
         else:
-            value, aux, direct, cotangents = _through_loss(evaluate, selected, _encode_all(call))
+            value, aux, direct, cotangents = _through_loss(evaluate, selected, _encode_all(call, mask, selected))
             buffer = accumulator.add_grads(accumulator.zeros(selected, dtype=dtype, compensated=compensated), direct)
             sums = _through_encoder(call, mask, buffer, cotangents)
             grads = trees.cast_like(accumulator.total(sums), selected)
@@ -131,9 +132,14 @@ def coupled_value_and_grad(
     return value_and_grad_fun
 
 
-def _encode(call: Call, params: PyTree, index: Any) -> PyTree:
+def _divided(tree: PyTree, weight: Any) -> PyTree:
+    """`tree` over the weight of a WeightedLoss, zeros where that is zero; as it is where there is none."""
+    return tree if weight is None else jax.tree.map(lambda leaf: ratio(leaf, weight), tree)
+
+
+def _encode(call: Call, mask: list[bool], selected: PyTree, index: Any) -> PyTree:
     """The representations of microbatch `index`, checked."""
-    _, representations = call.evaluate(params, call.arguments(index))
+    _, representations = call.evaluate_at(mask, selected, call.arguments(index))
     rows = call.split.rows_of(index)
     named = list(trees.leaves_with_names(representations, "representations"))
     for name, leaf in named:
@@ -148,21 +154,21 @@ def _encode(call: Call, params: PyTree, index: Any) -> PyTree:
                 f"{rows}. What there is once for all rows, a temperature for example, loss_fn takes from the parameters"
             )
     if any(rows in jnp.shape(leaf)[1:] for _, leaf in named) and call.split.count > 1:
-        _check_rows_alone(call, params, named)
+        _check_rows_alone(call, mask, selected, named)
     if not any(trees.is_differentiable(leaf) for _, leaf in named):
         got = trees.abbreviate([f"{name}: {trees.describe(leaf)}" for name, leaf in named]) if named else "no leaf"
         raise ValueError(f"encode_fn must return representations that have a gradient, float32 for example; got {got}")
     return representations
 
 
-def _check_rows_alone(call: Call, params: PyTree, named: list[tuple[str, Any]]) -> None:
+def _check_rows_alone(call: Call, mask: list[bool], selected: PyTree, named: list[tuple[str, Any]]) -> None:
     """Check that what `encode_fn` gives for a row does not get longer with the rows: it is asked for the whole batch's shapes.
 
     Raises:
       ValueError: it does.
     """
     placed = call.whole_arguments(0)
-    whole = jax.eval_shape(lambda params: call.evaluate(params, placed)[1], params)
+    whole = jax.eval_shape(lambda selected: call.evaluate_at(mask, selected, placed)[1], selected)
     for (name, leaf), all_rows in zip(named, jax.tree.leaves(whole), strict=True):
         if jnp.shape(leaf)[1:] != all_rows.shape[1:]:
             raise ValueError(
@@ -171,12 +177,12 @@ def _check_rows_alone(call: Call, params: PyTree, named: list[tuple[str, Any]]) 
             )
 
 
-def _encode_all(call: Call) -> PyTree:
+def _encode_all(call: Call, mask: list[bool], selected: PyTree) -> PyTree:
     """The representations of all rows, in the order of the batch."""
     split = call.split
 
     def step(_: None, index: Any) -> PyTree:
-        return _encode(call, call.params, index)
+        return _encode(call, mask, selected, index)
 
     def add(running: list[Any], representations: PyTree, index: Any) -> list[Any]:
         return reducers.fold("concat", running, representations, split, weight=1, index=index, keep=None)
@@ -189,16 +195,17 @@ def _encode_all(call: Call) -> PyTree:
 
 
 def _through_loss(
-    evaluate: Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]], selected: PyTree, representations: PyTree
+    evaluate: Callable[[PyTree, PyTree], tuple[Any, tuple[Any, PyTree]]], selected: PyTree, representations: PyTree
 ) -> tuple[jax.Array, PyTree, PyTree, list[jax.Array]]:
     """`(value, aux, grads, cotangents)`: the loss, its gradients by parameters and by representations (a list)."""
     mask = [trees.is_differentiable(leaf) for leaf in jax.tree.leaves(representations)]
     varied, constant = trees.partition(representations, mask)
 
-    def loss(selected: PyTree, varied: PyTree) -> tuple[jax.Array, PyTree]:
+    def loss(selected: PyTree, varied: PyTree) -> tuple[Any, tuple[Any, PyTree]]:
         return evaluate(selected, trees.combine(varied, constant))
 
-    (value, aux), (direct, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(selected, varied)
+    (total, (weight, aux)), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(selected, varied)
+    value, (direct, cotangents) = _divided((total, gradients), weight)
     return value, aux, direct, jax.tree.leaves(cotangents)
 
 
@@ -236,5 +243,5 @@ def _through_encoder(call: Call, mask: list[bool], buffer: Any, cotangents: list
 
 
 def _inner(representation: Any, cotangent: jax.Array) -> jax.Array:
-    product = jnp.real(representation * cotangent)
-    return jnp.sum(product.astype(trees.at_least_float32(product.dtype)))
+    wide = trees.at_least_float32(cotangent.dtype)  # in 16 bits the product may overflow
+    return jnp.sum(jnp.real(representation.astype(wide) * cotangent.astype(wide)))

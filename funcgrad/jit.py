@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from funcgrad import trees
@@ -34,11 +35,13 @@ class JittedStep:
 
         # The compiled program's name, in logs, profiles and errors.
         run.__name__, run.__qualname__ = function.__name__, function.__qualname__
-        self._jitted = jax.jit(run, static_argnums=0, donate_argnums=1 if donate else ())
+        self._jitted, self._donate = jax.jit(run, static_argnums=0, donate_argnums=1 if donate else ()), donate
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, Any]:
         """The function's answer: `(state, result)`."""
         arrays, static = take_apart(state)
+        if self._donate:
+            args, kwargs = unshared(arrays, (args, kwargs))
         arrays, result = self._jitted(static, arrays, args, kwargs)
         return put_together(arrays, static), result
 
@@ -71,6 +74,16 @@ class JittedBackward:
         """As `jax.jit(...).lower`: nothing runs; arguments may be `jax.ShapeDtypeStruct`."""
         arrays, static = take_apart(state)
         return self._jitted.lower(static, arrays.buffer, arrays.params, args, kwargs)
+
+
+def unshared(state: TrainState, arguments: Any) -> Any:
+    """`arguments` with a copy of each array that will be overwritten in `state`: a teacher's parameters, for example."""
+    held = set(map(id, jax.tree.leaves(state)))
+
+    def keep(leaf: Any) -> Any:
+        return jnp.copy(leaf) if id(leaf) in held and isinstance(leaf, jax.Array) else leaf
+
+    return jax.tree.map(keep, arguments)
 
 
 def take_apart(state: TrainState) -> tuple[TrainState, Static | None]:

@@ -66,13 +66,25 @@ def fold_over(
     """
     if not is_staging() and loop in ("auto", "unroll", "ordered"):
         return _fold_eagerly(step, first, fold, num)
-    closed, like = jax.make_jaxpr(step, return_shape=True)(first, jax.ShapeDtypeStruct((), jnp.int32))
-    treedef = jax.tree.structure(like)
-    run_flat = jax.extend.core.jaxpr_as_fun(closed)
+    recorded: dict[Any, tuple[Any, Any]] = {}
+
+    def record(entering: PyTree) -> tuple[Any, Any]:
+        """The step as a computation, and its output's shapes: once for each type of what enters it, of which there is one.
+
+        But inside jax.shard_map the first may be alike on all devices, and what the first step hands on is not.
+        """
+        kinds = tuple(map(jax.typeof, jax.tree.leaves(entering)))
+        if kinds not in recorded:
+            recorded[kinds] = jax.make_jaxpr(step, return_shape=True)(entering, jax.ShapeDtypeStruct((), jnp.int32))
+        return recorded[kinds]
+
+    closed, like = record(first)
 
     def body(carry: PyTree, index: Any) -> tuple[PyTree, None]:
-        output = treedef.unflatten(run_flat(*jax.tree.leaves(fold.handed_on(carry)), index))
-        return fold.add(carry, output, index), None
+        entering = fold.handed_on(carry)
+        recorded_step, shapes = record(entering)
+        flat = jax.extend.core.jaxpr_as_fun(recorded_step)(*jax.tree.leaves(entering), index)
+        return fold.add(carry, jax.tree.structure(shapes).unflatten(flat), index), None
 
     if loop == "auto":
         loop = choose(closed, default_platform(), num, in_turn=in_turn)
@@ -85,7 +97,7 @@ def fold_over(
     unroll = min(num, 1 if loop == "scan" else int(loop))
     try:
         carry, _ = lax.scan(body, carry, jnp.arange(num, dtype=jnp.int32), unroll=unroll)
-    except TypeError:
+    except (TypeError, ValueError):
         # Inside jax.shard_map the zeros that a carry begins with are alike on all devices, and the sums over a device's own
         # rows are not, which are two types to a scan. After one step the carry has the second.
         carry, _ = body(carry, np.int32(0))

@@ -1,7 +1,6 @@
 """The options of a transform over microbatches, checked."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -45,7 +44,8 @@ class Options:
         for name in ("argnums", "batch_argnums", "key_argnums"):
             checks.argument_numbers(name, getattr(self, name))
         if self.carry_argnum is not None:
-            checks.argument_numbers("carry_argnum", operator.index(self.carry_argnum))
+            if len(checks.argument_numbers("carry_argnum", self.carry_argnum)) != 1 or isinstance(self.carry_argnum, Sequence):
+                raise TypeError(f"carry_argnum must be the number of one argument; got {self.carry_argnum!r}")
             if not self.has_aux:
                 raise ValueError(
                     "with carry_argnum the function returns (loss, (carry, aux)), so pass has_aux=True, too; aux may be None"

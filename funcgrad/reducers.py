@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from funcgrad import checks, loss, trees
 from funcgrad.microbatch import Split
@@ -136,10 +137,22 @@ def _by_function(merge: Callable[[Any, Any, Any], Any]) -> Reducer:
     def fold(running: Any, leaf: Any, weight: Any, index: Any, split: Split) -> Any:
         old, has_begun = running
         leaf = jnp.asarray(leaf, old.dtype)
-        merged = jnp.asarray(merge(old, leaf, index))
-        if merged.shape != old.shape:
-            raise ValueError(f"a function in aux must keep the shape {old.shape} of the leaf; it gave {merged.shape}")
-        return jnp.where(has_begun, merged.astype(old.dtype), leaf), jnp.ones((), bool)
+
+        def merged() -> Any:
+            new = merge(old, leaf, index)
+            if trees.dtype_of(new) is None or trees.describe(new) != trees.describe(old):
+                raise ValueError(
+                    f"a function (old, new, index) in aux must give what the leaf is, {trees.describe(old)}; it gave "
+                    f"{trees.describe(new)}. Return the leaf in another dtype from the loss function, or cast"
+                )
+            return jnp.asarray(new)
+
+        # A condition, not a choice: nothing is computed from the zeros that stand there before the first value.
+        if isinstance(has_begun, Tracer):
+            value = jax.lax.cond(has_begun, merged, lambda: leaf)
+        else:
+            value = merged() if has_begun else leaf
+        return value, jnp.ones((), bool)
 
     return Reducer(init, fold, lambda running, leaf, weight, split: running[0])
 
@@ -232,10 +245,14 @@ def finish(aux: PyTree, running: list[Any], weight: Any, like: PyTree, split: Sp
 def of_one(aux: PyTree, value: PyTree) -> PyTree:
     """The reduced aux of a batch in one piece: its aux, but one on top of the other, where it is one."""
     reductions = trees.broadcast_prefix(aux, value, "aux")
-    leaves = [
-        jnp.asarray(leaf)[None] if reduction == "stack" else leaf
-        for leaf, reduction in zip(jax.tree.leaves(value), reductions, strict=True)
-    ]
+
+    def reduced(leaf: Any, reduction: Reduction) -> Any:
+        if reduction == "stack":
+            return jnp.asarray(leaf)[None]
+        counted = reduction == "sum" and trees.dtype_of(leaf) is not None and not trees.is_differentiable(leaf)
+        return jnp.asarray(leaf, _sum_dtype(leaf)) if counted else leaf
+
+    leaves = [reduced(leaf, reduction) for leaf, reduction in zip(jax.tree.leaves(value), reductions, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(value), leaves)
 
 

@@ -134,6 +134,8 @@ def _check_between_windows(buffer: GradBuffer) -> None:
     Raises:
       ValueError: something was, or it cannot be known, in a trace.
     """
+    if isinstance(buffer.weight, jax.Array) and not isinstance(buffer.weight, Tracer) and buffer.weight.is_deleted():
+        raise ValueError("this state was overwritten by a step, which was given it: use the state that the step returned")
     if isinstance(buffer.count, Tracer):
         raise ValueError("with_trainable changes what the state holds: call it outside of jax.jit, between two steps")
     seen = int(buffer.count) + int(buffer.skipped)

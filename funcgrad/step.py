@@ -15,7 +15,7 @@ from funcgrad import loops, reducers, trees, update, window
 from funcgrad.accumulator import GradBuffer
 from funcgrad.call import Call, Micro
 from funcgrad.compiled import Lowered
-from funcgrad.jit import JittedStep, Static, put_together, take_apart, with_static
+from funcgrad.jit import JittedStep, Static, put_together, take_apart, unshared, with_static
 from funcgrad.options import Options
 from funcgrad.state import TrainState
 from funcgrad.trees import PyTree
@@ -115,8 +115,8 @@ class TrainStep:
         if plan.begin is None:
             return self._program(state, *args, **kwargs)
         # Once, and not at every microbatch, NumPy's arrays go to the device, and what the state will overwrite is copied.
-        held = set(map(id, jax.tree.leaves(arrays))) if self._donate else set()
-        args, kwargs = jax.tree.map(functools.partial(_to_keep, held), (args, kwargs))
+        args, kwargs = unshared(arrays, (args, kwargs)) if self._donate else (args, kwargs)
+        args, kwargs = jax.tree.map(_on_device, (args, kwargs))
         inputs = _Inputs(arrays.params, args, kwargs)
         constants = _Constants(static, plan.mask)
         buffer = arrays.buffer if self._donate else jax.tree.map(jnp.copy, arrays.buffer)
@@ -170,7 +170,8 @@ class TrainStep:
         window.check_call(call, in_state=True)
         constants = _Constants(static, mask)
         microbatch = functools.partial(self._microbatch, constants)
-        closed, like = jax.make_jaxpr(microbatch, return_shape=True)(inputs, call.carry, np.int32(0))
+        carry = jax.eval_shape(lambda inputs: self._carry(static, inputs), inputs)
+        closed, like = jax.make_jaxpr(microbatch, return_shape=True)(inputs, carry, np.int32(0))
         if not (self._host or loops.prefers_host(closed, platform, split.num)):
             return _ONE_PROGRAM
         # A plan keeps no arrays alive.
@@ -181,7 +182,7 @@ class TrainStep:
 
         # All that can be wrong with the arguments shows here, before anything is given away.
         zeros = jax.eval_shape(begin)
-        sums = zeros._replace(buffer=arrays.buffer, carry=call.carry)
+        sums = zeros._replace(buffer=arrays.buffer, carry=carry)
         for is_tail in (False, True)[: 1 + (split.tail > 0)]:
             sums = self._fold.eval_shape(constants._replace(tail=is_tail), *_arrays_first(sums), inputs, np.int32(0))
         self._finish.eval_shape(constants, _without_buffer(arrays), *_apart(sums), *inputs[1:])
@@ -204,7 +205,7 @@ class TrainStep:
         return micro
 
     def _fold_microbatch(self, constants: _Constants, arrays: Window, numbers: Window, inputs: _Inputs, index: Any) -> Window:
-        sums = Window(*(number if array is None else array for array, number in zip(arrays, numbers, strict=True)))
+        sums = arrays._replace(loss=numbers.loss, weight=numbers.weight, low=numbers.low)
         split = self._call(constants.static, inputs).split
         micro = self._microbatch(constants, inputs, sums.carry, index)
         return window.fold_micro(sums, micro, split, split.num if constants.tail else index, self._options)
@@ -255,7 +256,7 @@ def _same(zeros: Window) -> Window:
 
 def _arrays_first(sums: Window) -> tuple[Window, Window]:
     """The window in two: its arrays, whose memory is reused, and its numbers, which are not worth it."""
-    arrays = sums._replace(loss=None, weight=None, weight_low=None)
+    arrays = sums._replace(loss=None, weight=None, low=None)
     return arrays, sums._replace(buffer=None, aux=None, kept=None, carry=None)
 
 
@@ -264,10 +265,8 @@ def _apart(sums: Window) -> tuple[GradBuffer, Window]:
     return sums.buffer, sums._replace(buffer=None)
 
 
-def _to_keep(held: set[int], leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
-        return jnp.copy(leaf) if id(leaf) in held else leaf
-    return jnp.asarray(leaf)
+def _on_device(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _without_buffer(state: TrainState) -> TrainState:

@@ -71,8 +71,8 @@ def value_and_grad(
         It enters each microbatch as a constant: truncated back-propagation. One that is skipped hands on what it was given.
         Where time steps are the rows, name their axis and keep them together: `in_axes=1, order="contiguous"`.
       aux: how each leaf of aux is reduced: `"mean"`, weighted like the loss; `"sum"`; `"max"`; `"last"`; `"stack"`, one on top
-        of the other; `"concat"`, rows in the order of the batch; a function `(old, new, index) -> merged`, called from the
-        second microbatch on; or a pytree prefix of these.
+        of the other; `"concat"`, rows, which are its first axis, in the order of the batch; a function `(old, new, index) ->
+        merged`, called from the second microbatch on, which keeps shape and dtype; or a pytree prefix of these.
       trainable: which leaves of the differentiated arguments are trained: a predicate `(path, leaf) -> bool` as for
         `jax.tree_util.tree_map_with_path`, or a pytree prefix of booleans. The others get None and cost no backward pass.
       skip_nonfinite: leave out a microbatch whose loss or gradients hold NaN or infinity, numerator and denominator. If none

@@ -49,7 +49,8 @@ def update_state(
     # A condition, not a choice between old and new values, which would keep both in memory (and take 3 times as long).
     carried = jax.lax.cond(buffer.count > 0, advance, lambda kept: kept, carried) if may_be_empty else advance(carried)
     params, opt_state, step = carried
-    metrics = {"grad_norm": grad_norm, "weight": buffer.weight, "skipped": buffer.skipped}
+    weight = buffer.weight if buffer.compensation is None else buffer.weight + buffer.compensation[1]
+    metrics = {"grad_norm": grad_norm, "weight": weight, "skipped": buffer.skipped}
     return TrainState(trees.combine(params, rest), opt_state, _clear(buffer, grad_norm), step), metrics
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from funcgrad import accumulator, loops, reducers, trees
 from funcgrad.accumulator import GradBuffer
-from funcgrad.call import Call, Micro
+from funcgrad.call import Call, Micro, chosen
 from funcgrad.loss import WeightedLoss, ratio
 from funcgrad.microbatch import Split
 from funcgrad.options import Options
@@ -24,7 +24,7 @@ class Window(NamedTuple):
       buffer: the gradients, on top of what the buffer held before; its weight and counts follow in `close`.
       loss: `[]`, the sum of the totals.
       weight: `[]`, the sum of the weights; None where it is the number of rows.
-      weight_low: `[]`, what that sum rounded off, where the buffer is compensated; else None.
+      low: what the sums of loss and weight rounded off, each `[]`, where the buffer is compensated; else None.
       aux: the running values of aux.
       kept: `[count]` boolean, which microbatches were folded in; None where none is left out.
       carry: what the last microbatch handed on; None where nothing is carried.
@@ -33,7 +33,7 @@ class Window(NamedTuple):
     buffer: Any
     loss: Any
     weight: jax.Array | None
-    weight_low: jax.Array | None
+    low: tuple[jax.Array, jax.Array | None] | None
     aux: Any
     kept: jax.Array | None
     carry: PyTree = None
@@ -61,8 +61,9 @@ def begin(split: Split, buffer: GradBuffer, like: Micro, options: Options, carry
     dtype = trees.at_least_float32(trees.dtype_of(like.loss))
     kept = jnp.zeros(split.count, bool) if options.skip_nonfinite else None
     weight = None if like.weight is None and not options.skip_nonfinite else jnp.zeros((), buffer.weight.dtype)
-    weight_low = None if weight is None or buffer.compensation is None else jnp.zeros_like(weight)
-    return Window(buffer, jnp.zeros((), dtype), weight, weight_low, reducers.init(options.aux, like.aux, split), kept, carry)
+    loss = jnp.zeros((), dtype)
+    low = None if buffer.compensation is None else (jnp.zeros_like(loss), None if weight is None else jnp.zeros_like(weight))
+    return Window(buffer, loss, weight, low, reducers.init(options.aux, like.aux, split), kept, carry)
 
 
 def fold_batch(call: Call, buffer: GradBuffer, differentiate: Callable[[PyTree, Any], Micro]) -> tuple[Window, Micro]:
@@ -103,15 +104,16 @@ def batch_loss(call: Call, mask: list[bool], kept: jax.Array | None, selected: P
 
     def evaluate(carry: PyTree, index: Any, rows: int) -> tuple[tuple[jax.Array, jax.Array], PyTree]:
         loss, aux = call.evaluate_at(mask, selected, call.arguments(index, carry))
-        carry = None if call.carry is None else trees.strongly_typed_tree(aux[0])
+        handed_on = None if call.carry is None else trees.strongly_typed_tree(aux[0])
         weighted = isinstance(loss, WeightedLoss)
         total, weight, scale = (loss.total, loss.weight, 1) if weighted else (loss, rows, rows)
         total = jnp.asarray(total).astype(trees.at_least_float32(trees.dtype_of(total))) * scale
         sums = total, jnp.asarray(weight).astype(total.dtype)
         if kept is None:
-            return sums, carry
+            return sums, handed_on
         keep = kept[index]
-        return jax.tree.map(lambda part: jnp.where(keep, part, 0), sums), carry
+        sums = jax.tree.map(lambda part: jnp.where(keep, part, 0), sums)
+        return sums, None if handed_on is None else chosen(keep, handed_on, carry)
 
     def step(carry: PyTree, index: Any) -> Any:
         return jax.checkpoint(lambda carry: evaluate(carry, index, split.size))(carry)
@@ -146,23 +148,27 @@ def fold_micro(window: Window, micro: Micro, split: Split, index: Any, options: 
     loss = jnp.asarray(micro.loss).astype(window.loss.dtype)
     added = loss * rows if micro.weight is None else loss
     added, counted = (part if keep is None else jnp.where(keep, part, 0) for part in (added, weight))
-    weight_sum, weight_low = window.weight, window.weight_low
-    if weight_sum is not None:
-        counted = jnp.asarray(counted).astype(weight_sum.dtype)
-        if weight_low is None:
-            weight_sum = weight_sum + counted
-        else:
-            weight_sum, low = accumulator.two_sum(weight_sum, counted)
-            weight_low = weight_low + low
+    loss_low, weight_low = (None, None) if window.low is None else window.low
+    loss_sum, loss_low = _add(window.loss, added, loss_low)
+    weight_sum, weight_low = (None, None) if window.weight is None else _add(window.weight, counted, weight_low)
     return Window(
         accumulator.add_grads(window.buffer, micro.grads, scale=scale, keep=keep),
-        window.loss + added,
+        loss_sum,
         weight_sum,
-        weight_low,
+        None if loss_low is None else (loss_low, weight_low),
         reducers.fold(options.aux, window.aux, micro.aux, split, weight=weight, index=index, keep=keep),
         None if keep is None or window.kept is None else window.kept.at[index].set(keep),
         micro.carry,
     )
+
+
+def _add(total: jax.Array, part: Any, low: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """`(total + part, low)`, where `low`, if there is one, takes up what that rounds off."""
+    part = jnp.asarray(part).astype(total.dtype)
+    if low is None:
+        return total + part, None
+    total, rounded_off = accumulator.two_sum(total, part)
+    return total, low + rounded_off
 
 
 def close(window: Window, split: Split) -> Window:
@@ -170,14 +176,18 @@ def close(window: Window, split: Split) -> Window:
     weight = jnp.asarray(split.rows, window.buffer.weight.dtype) if window.weight is None else window.weight
     folded = split.count if window.kept is None else jnp.sum(window.kept, dtype=jnp.int32)
     buffer = accumulator.add_counts(window.buffer, weight, folded, split.count - folded)
-    if window.weight_low is not None:
-        buffer = accumulator.add_counts(buffer, window.weight_low, 0, 0)
+    if window.low is not None and window.low[1] is not None:
+        buffer = accumulator.add_counts(buffer, window.low[1], 0, 0)
     return window._replace(buffer=buffer, weight=weight)
 
 
 def read_window(window: Window, like: Micro, split: Split, options: Options) -> tuple[jax.Array, PyTree]:
     """The loss of this batch, `[]` in the loss's own dtype, and the reduced aux, from a window that is closed."""
-    loss = ratio(window.loss, window.weight).astype(trees.dtype_of(like.loss))
+    total, weight = window.loss, window.weight
+    if window.low is not None:
+        loss_low, weight_low = window.low
+        total, weight = total + loss_low, weight if weight is None or weight_low is None else weight + weight_low
+    loss = ratio(total, weight).astype(trees.dtype_of(like.loss))
     return loss, reducers.finish(options.aux, window.aux, window.weight, like.aux, split)
 
 

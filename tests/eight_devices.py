@@ -67,3 +67,22 @@ def test_a_state_on_another_device_stays_there(mesh):
     state = fg.TrainState.create(jax.device_put({"w": jnp.ones((64, 8)) / 64}, device), OPTIMIZER)
     state, metrics = fg.train_step(loss_fn, OPTIMIZER, num_microbatches=2)(state, ROWS)
     assert {next(iter(leaf.devices())) for leaf in jax.tree.leaves((state, metrics))} == {device}
+
+
+@pytest.mark.parametrize("loop", ["scan", "ordered", 2])
+def test_a_carry_that_begins_alike_on_all_devices(mesh, loop):
+    def loss_and_carry(params, rows, carry):
+        return jnp.mean((rows @ params["w"] - carry) ** 2), (0.9 * carry + 0.1 * jnp.mean(rows @ params["w"]), None)
+
+    grad = fg.grad(loss_and_carry, has_aux=True, carry_argnum=2, num_microbatches=2, loop=loop)
+
+    def local(params, rows, carry):
+        grads, (carry, _) = grad(params, rows, carry)
+        return grads, jax.lax.pmean(carry, "data")
+
+    specs = PartitionSpec(), PartitionSpec("data"), PartitionSpec()
+    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()))
+    params, start = {"w": jnp.ones(64) / 64}, jnp.zeros(())
+    _, carry = sharded(params, ROWS, start)
+    parts = [grad(params, ROWS[device * 4 : device * 4 + 4], start)[1][0] for device in range(8)]
+    assert relative_difference(carry, jnp.mean(jnp.stack(parts))) <= FLOAT32_TOLERANCE

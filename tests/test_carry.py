@@ -148,3 +148,56 @@ def test_what_is_wrong(function, options, error, text):
     options = {"has_aux": True, "carry_argnum": 2, "num_microbatches": 2, **options}
     with pytest.raises(error, match=text):
         fg.value_and_grad(function, **options)(1.0, jnp.ones(4), jnp.array(0.0))
+
+
+def test_a_skipped_microbatch_hands_on_nothing_in_a_line_search_either():
+    x = jnp.arange(24.0).reshape(8, 3) / 24
+
+    def shifted(params, x, carry):
+        return jnp.mean((x @ params["w"] - 0.1 * carry - 1) ** 2), (jnp.mean(x), None)
+
+    seen = []
+    options = {"has_aux": True, "carry_argnum": 2, "num_microbatches": 4, "skip_nonfinite": True}
+    step = fg.train_step(shifted, watch_losses(seen), **options)
+    with jax.disable_jit():
+        step(fg.TrainState.create(PARAMS, watch_losses(seen)), x.at[1].set(jnp.nan), jnp.zeros(()))
+    (offered, asked), *_ = seen
+    assert jnp.isfinite(offered)
+    np.testing.assert_allclose(offered, asked, rtol=1e-6)
+
+
+def test_the_carry_is_a_constant_to_who_differentiates_the_result():
+    """As the gradients that come back say; a line search, too, asks for one gradient, not two."""
+    fun = fg.value_and_grad(loss_fn, has_aux=True, carry_argnum=2, microbatch_size=3)
+    _, grads = fun(PARAMS, X, start())
+    outer = jax.grad(lambda params: fun(params, X, start())[0][0])(PARAMS)
+    assert relative_difference(outer, grads) <= FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("loop", ["host", "scan"])
+def test_shapes_are_enough_to_lower_and_to_plan(loop):
+    shape = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    options = {"has_aux": True, "carry_argnum": 2, "loop": loop}
+    state = fg.TrainState.create(PARAMS, optax.sgd(0.1))
+    step = fg.train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, **options)
+    arguments = shape(X), shape(start())
+    assert step.lower(state, *arguments).compile().memory_analysis().temp_size_in_bytes > 0
+    found = fg.plan(loss_fn, shape(PARAMS), *arguments, optimizer=optax.sgd(0.1), candidates=(1, 2), **options)
+    assert found.best == 1
+
+
+@pytest.mark.parametrize("loop", ["host", "scan"])
+def test_an_array_of_the_state_as_the_carry(loop):
+    """A teacher's parameters begin as the pupil's own, which the step overwrites."""
+    average = lambda params, x, carry: (jnp.mean((x @ params["w"]) ** 2), ({"w": 0.9 * carry["w"] + 0.1 * params["w"]}, None))
+    step = fg.train_step(average, optax.sgd(0.1), has_aux=True, carry_argnum=2, num_microbatches=2, loop=loop)
+    state = fg.TrainState.create(PARAMS, optax.sgd(0.1))
+    state, metrics = step(state, X, state.params)
+    assert relative_difference(metrics["carry"], PARAMS) <= FLOAT32_TOLERANCE
+    assert state.step == 1
+
+
+def test_a_carry_argnum_that_is_none():
+    for wrong in ((2,), 1.5, "2"):
+        with pytest.raises(TypeError, match="carry_argnum must be"):
+            fg.value_and_grad(loss_fn, has_aux=True, carry_argnum=wrong, num_microbatches=2)

@@ -114,3 +114,21 @@ def test_two_sum_is_exact_after_xla():
     exact = left.astype(np.float64) + right.astype(np.float64)
     np.testing.assert_allclose(np.asarray(summed, np.float64) + np.asarray(low, np.float64), exact, rtol=1e-14)
     assert np.any(np.asarray(low) != 0)
+
+
+def test_loss_and_weight_are_exact_too():
+    """100,000 weights of .1: a plain float32 sum of them is off in the fourth digit."""
+    loss_fn = lambda p, x: fg.WeightedLoss(jnp.sum(x * p), 0.1)
+    x = jnp.ones(100_000) * 0.3
+    loss, grad = jax.jit(fg.value_and_grad(loss_fn, microbatch_size=1, compensated=True, loop="scan"))(jnp.float32(1), x)
+    np.testing.assert_allclose([loss, grad], 3, rtol=TOLERANCE)
+    state = fg.TrainState.create(jnp.float32(1), optax.sgd(0.1), compensated=True)
+    _, metrics = fg.train_step(loss_fn, optax.sgd(0.1), microbatch_size=1)(state, x)
+    np.testing.assert_allclose([metrics["loss"], metrics["weight"] / 1e4], [3, 1], rtol=TOLERANCE)
+
+
+def test_not_in_16_bits():
+    with pytest.raises(
+        ValueError, match=r"compensated sums are for many digits, but dtype='bfloat16' accumulates params\['w'\]"
+    ):
+        fg.zeros({"w": jnp.ones(3)}, dtype="bfloat16", compensated=True)

@@ -299,3 +299,36 @@ class TestErrors:
         fun = fg.coupled_value_and_grad(lambda p, x: x @ p, info_nce, num_microbatches=4, trainable=False)
         with pytest.raises(ValueError, match="trainable"):
             fun(jnp.ones((4, 3)), jnp.ones((16, 4)))
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_keys_among_the_parameters_draw_one_mask_in_both_passes(make_key):
+    """Named, they are folded with the index, as in `value_and_grad`."""
+    weight, x = jnp.array([0.1, 0.2, 0.3]), jax.random.normal(jax.random.key(0), (6, 3))
+    encode = lambda params, x: jnp.tanh(x * params["w"]) * jax.random.bernoulli(params["key"], 0.5, x.shape)
+    loss_fn = lambda params, z: jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1))
+    key = make_key(5)
+
+    def by_hand(weight):
+        parts = [encode({"w": weight, "key": jax.random.fold_in(key, i)}, x[i::3]) for i in range(3)]
+        return loss_fn(None, jnp.stack(parts, axis=1).reshape(6, 3))
+
+    fun = fg.coupled_value_and_grad(encode, loss_fn, num_microbatches=3, key_argnums=0)
+    for wrap in (lambda fun: fun, jax.jit):
+        loss, grads = wrap(fun)({"w": weight, "key": key}, x)
+        assert relative_difference((loss, grads["w"]), jax.value_and_grad(by_hand)(weight)) <= FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_loss_without_weight_has_no_gradient(num):
+    loss_fn = lambda w, z: fg.WeightedLoss(jnp.sum(jnp.sqrt(z * 0)), 0.0)
+    loss, grad = fg.coupled_value_and_grad(lambda w, x: x * w, loss_fn, num_microbatches=num)(jnp.float32(1), jnp.ones(3))
+    assert (loss, grad) == (0, 0)
+
+
+def test_float16_does_not_overflow_beside_the_gradient():
+    fun = fg.coupled_value_and_grad(lambda w, x: x * w, lambda w, z: jnp.sum(z.astype(jnp.float32)) * 300, num_microbatches=2)
+    with jax.debug_nans(True):
+        loss, grads = fun(jnp.array([300.0, -300.0], jnp.float16), jnp.ones((2, 2), jnp.float16))
+    assert loss == 0
+    np.testing.assert_array_equal(grads, [600, 600])

@@ -163,7 +163,7 @@ def test_what_is_skipped_keeps_its_place_in_stack_and_concat():
             lambda old, new, index: jnp.stack([old, new]),
             lambda x: x,
             ValueError,
-            r"must keep the shape \(2,\) of the leaf; it gave",
+            r"must give what the leaf is, .*\[2\]; it gave",
         ),
         (
             "median",
@@ -183,3 +183,34 @@ def test_a_smaller_last_microbatch_of_another_shape():
     fun = fg.value_and_grad(lambda w, x: (jnp.mean(w * x), x), has_aux=True, microbatch_size=2, aux="stack")
     with pytest.raises(ValueError, match=r"aux has the shape .* and \(1,\) in the smaller last one, .* use \"concat\""):
         fun(1.0, jnp.ones(3))
+
+
+def test_a_function_is_not_called_for_the_first_microbatch():
+    loss_fn = lambda w, x: (jnp.mean(w * x), w * jnp.max(x))
+    x = jnp.array([1.0, 4.0, 9.0])
+    mean = lambda old, new, index: old + (new - old) * (1 / (index + 1)) / jnp.sign(old)  # NaN where old is 0
+    for wrap in (lambda fun: fun, jax.jit):
+        with jax.debug_nans(True):
+            fun = wrap(fg.value_and_grad(loss_fn, has_aux=True, num_microbatches=3, aux=mean))
+            np.testing.assert_allclose(fun(jnp.float32(1), x)[0][1], 14 / 3, rtol=1e-6)
+    seen = []
+    fg.value_and_grad(loss_fn, has_aux=True, num_microbatches=3, aux=lambda old, new, index: seen.append(index) or new)(1.0, x)
+    assert seen == [1, 2]
+    root = lambda w: fg.value_and_grad(loss_fn, has_aux=True, num_microbatches=3, aux=lambda a, b, i: jnp.sqrt(a * b))(w, x)[0][
+        1
+    ]
+    np.testing.assert_allclose(jax.grad(root)(1.0), root(1.0), rtol=1e-5)  # it is linear in w
+
+
+def test_a_function_keeps_shape_and_dtype():
+    fun = lambda merge: fg.value_and_grad(lambda w, x: (jnp.mean(w * x), len(x)), has_aux=True, num_microbatches=2, aux=merge)
+    for merge, got in ((lambda old, new, i: 0.5 * old + new, r"float32\[\]"), (lambda old, new, i: None, "None")):
+        with pytest.raises(ValueError, match=rf"must give what the leaf is, int32\[\]; it gave .*{got}"):
+            jax.jit(fun(merge))(1.0, jnp.ones(4))
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_booleans_are_counted_whatever_the_number_of_microbatches(num):
+    loss_fn = lambda w, x: (jnp.mean(w * x), jnp.all(x > 0))
+    (_, aux), _ = fg.value_and_grad(loss_fn, has_aux=True, num_microbatches=num, aux="sum")(1.0, jnp.ones(4))
+    assert (aux, aux.dtype) == (num, jnp.int32)

@@ -242,3 +242,11 @@ def test_a_window_that_was_given_up():
     state, _ = fg.micro_steps(loss_fn, optax.adam(1e-2)).backward(fg.TrainState.create(make_params(), optax.adam(1e-2)), X)
     state = dataclasses.replace(state, buffer=fg.zero_grad(state.buffer))
     assert state.with_trainable(optax.adam(1e-2), trains("a")).buffer.count == 0
+
+
+def test_a_state_that_was_overwritten():
+    optimizer = optax.sgd(0.1)
+    state = fg.TrainState.create(make_params(), optimizer)
+    fg.train_step(loss_fn, optimizer)(state, X)
+    with pytest.raises(ValueError, match="this state was overwritten by a step"):
+        state.with_trainable(optimizer, None)
