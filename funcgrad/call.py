@@ -189,8 +189,8 @@ class Call:
             if trees.describe(leaf) != trees.describe(before):
                 raise ValueError(
                     f"the carry must keep its shapes and dtypes from microbatch to microbatch: {place} came in as "
-                    f"{trees.describe(before)}, and the function returns {trees.describe(leaf)}. Begin with {name} of that kind, "
-                    "or cast what is returned"
+                    f"{trees.describe(before)}, and the function returns {trees.describe(leaf)}. Begin with {name} of that "
+                    "kind, or cast what is returned"
                 )
         return trees.strongly_typed_tree(carry), aux
 

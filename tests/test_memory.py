@@ -94,15 +94,12 @@ class TestPlan:
                 model.params,
                 model.batch,
                 optimizer=optimizer,
-                candidates=(2, 4),
+                candidates=[4],
                 measure=True,
                 report=seen.append,
             )
             assert all(candidate.seconds > 0 for candidate in found.candidates)
-        assert [(candidate.num_microbatches, candidate.seconds is None) for candidate in seen[:4]] == [
-            *[(2, True), (4, True)],
-            *[(2, False), (4, False)],
-        ]
+        assert [(candidate.num_microbatches, candidate.seconds is None) for candidate in seen] == 2 * [(4, True), (4, False)]
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model.params))
         with pytest.raises(TypeError, match="measure=True runs the steps and needs arrays"):
             fg.plan(model.loss_fn, shapes(model.params), model.batch, measure=True)
@@ -135,7 +132,7 @@ class TestPlan:
 
     def test_the_loop_and_the_buffer_are_those_of_the_step(self):
         model = models.convolutional(rows=16, side=16)
-        for loop in ("host", "unroll", "auto"):
+        for loop in ("host", "auto"):
             options = {"optimizer": OPTIMIZER, "candidates": [4], "loop": loop}
             found = fg.plan(model.loss_fn, model.params, model.batch, dtype=jnp.float32, compensated=True, **options)
             state = fg.TrainState.create(model.params, OPTIMIZER, compensated=True)
@@ -196,7 +193,7 @@ def test_formatted_bytes(number, text):
 
 
 class TestAuto:
-    def test_the_fewest_that_fit(self, model, sizes):
+    def test_the_fewest_that_fit(self, model, sizes, compiled_once):
         step = fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches="auto", budget_bytes=sizes[4])
         state = fg.TrainState.create(model.params, OPTIMIZER)
         assert step.lower(state, model.batch).compile().memory_analysis().total_size_in_bytes == sizes[4]
@@ -206,7 +203,8 @@ class TestAuto:
         state, _ = step(state, model.batch)
         assert state.step == 2
 
-    def test_what_does_not_go_together(self, model, compiled_once):
+    def test_what_does_not_go_together(self):
+        model = models.mlp(rows=4)
         state = fg.TrainState.create(model.params, OPTIMIZER)
         with pytest.raises(ValueError, match='goes with num_microbatches="auto"; got num_microbatches=2'):
             fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=2, budget_bytes=1)
