@@ -37,7 +37,9 @@ def by_hand(parts, loss_fn=loss_fn):
 
 
 @pytest.mark.parametrize(
-    ("loop", "wrap"), [("auto", lambda fun: fun), *((loop, jax.jit) for loop in LOOPS if loop != "auto")], ids=str
+    ("loop", "wrap"),
+    [("auto", lambda fun: fun), *((loop, jax.jit) for loop in LOOPS if loop != "auto")],
+    ids=["eager", *(str(loop) for loop in LOOPS if loop != "auto")],
 )
 @pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 3}, {"num_microbatches": 1}], ids=str)
 def test_value_and_grad(wrap, loop, options):

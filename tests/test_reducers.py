@@ -95,7 +95,9 @@ PER_ROW = {
 
 @pytest.mark.parametrize("order", ["strided", "contiguous"])
 @pytest.mark.parametrize("options", [{"num_microbatches": 3}, {"microbatch_size": 4}, {"microbatch_size": 7}], ids=str)
-@pytest.mark.parametrize(("loop", "wrap"), [("auto", lambda fun: fun), ("scan", jax.jit), ("ordered", jax.jit)], ids=str)
+@pytest.mark.parametrize(
+    ("loop", "wrap"), [("auto", lambda fun: fun), ("scan", jax.jit), ("ordered", jax.jit)], ids=["eager", "scan", "ordered"]
+)
 def test_every_reducer(loop, wrap, options, order):
     x = jnp.array([3.0, 1.0, 4.0, 1.5, 5.0, 9.0, 2.0, 6.0, 0.5]) if "microbatch_size" in options else jnp.arange(6.0) - 2
     fun = fg.value_and_grad(per_row, has_aux=True, aux=PER_ROW, order=order, loop=loop, **options)
