@@ -68,21 +68,22 @@ def fold_over(
         return _fold_eagerly(step, first, fold, num)
     recorded: dict[Any, tuple[Any, Any]] = {}
 
-    def record(entering: PyTree) -> tuple[Any, Any]:
+    def record(entering: PyTree, index: Any) -> tuple[Any, Any]:
         """The step as a computation, and its output's shapes: once for each type of what enters it, of which there is one.
 
         But inside jax.shard_map the first may be alike on all devices, and what the first step hands on is not.
         """
-        kinds = tuple(map(jax.typeof, jax.tree.leaves(entering)))
+        kinds = tuple(map(jax.typeof, (*jax.tree.leaves(entering), index)))
         if kinds not in recorded:
-            recorded[kinds] = jax.make_jaxpr(step, return_shape=True)(entering, jax.ShapeDtypeStruct((), jnp.int32))
+            index = index if isinstance(index, Tracer) else jax.ShapeDtypeStruct((), jnp.int32)
+            recorded[kinds] = jax.make_jaxpr(step, return_shape=True)(entering, index)
         return recorded[kinds]
 
-    closed, like = record(first)
+    closed, like = record(first, np.int32(0))
 
     def body(carry: PyTree, index: Any) -> tuple[PyTree, None]:
         entering = fold.handed_on(carry)
-        recorded_step, shapes = record(entering)
+        recorded_step, shapes = record(entering, index)
         flat = jax.extend.core.jaxpr_as_fun(recorded_step)(*jax.tree.leaves(entering), index)
         return fold.add(carry, jax.tree.structure(shapes).unflatten(flat), index), None
 
