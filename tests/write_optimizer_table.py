@@ -22,8 +22,8 @@ HEADER = (
 
 def main() -> None:
     torch.set_default_dtype(torch.float64)
-    with jax.enable_x64(True):
-        rows = [row(name) for name in twins.NAMES]
+    jax.config.update("jax_enable_x64", True)
+    rows = [row(name) for name in twins.NAMES]
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text("\n".join([before + BEGIN, "", *HEADER, *rows, "", END]) + rest.split(END)[1])
     print("\n".join(rows))

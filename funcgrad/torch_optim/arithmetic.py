@@ -56,7 +56,7 @@ def moved(param: jax.Array, *deltas: Any, keep: Any = None, rounded: Rounded = e
     new = param if keep is None else rounded(param * keep)
     for delta in deltas:
         new = rounded(new + delta)
-    return new - param
+    return jnp.where(new == param, 0, new - param)  # an infinite parameter, a mask, stays one
 
 
 def lerp(start: Any, end: Any, weight: Any) -> Any:

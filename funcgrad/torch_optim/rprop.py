@@ -64,6 +64,7 @@ def rprop(
         factor = jnp.where(sign > 0, rounded(grow), jnp.where(sign < 0, rounded(shrink), 1.0))
         size = jnp.clip(rounded(size * factor), rounded(smallest), rounded(largest))
         grad = jnp.where(sign < 0, 0.0, leaf.grad)
-        return leaf.moved(-jnp.sign(grad) * size), {"prev": grad, "step_size": size}
+        direction = jnp.where(jnp.isnan(grad), 0, jnp.sign(grad))  # PyTorch's sign of NaN is 0
+        return leaf.moved(-direction * size), {"prev": grad, "step_size": size}
 
     return transformation(Rule({"prev": 0.0, "step_size": 0.0}, update, values), learning_rate, maximize=maximize)

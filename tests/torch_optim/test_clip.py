@@ -37,13 +37,12 @@ def in_torch(grads, dtype, clip):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_clip_grad_norm(dtype):
+def test_clip_grad_norm(x64, dtype):
     cases = [(bound, norm) for bound in BOUNDS for norm in NORMS]
-    with jax.enable_x64(True):
-        grads = grads_in(dtype)
-        clipped = jax.jit(
-            lambda grads: [torch_optim.clip_grad_norm(*case).update(grads, optax.EmptyState())[0] for case in cases]
-        )(grads)
+    grads = grads_in(dtype)
+    clipped = jax.jit(lambda grads: [torch_optim.clip_grad_norm(*case).update(grads, optax.EmptyState())[0] for case in cases])(
+        grads
+    )
     for (bound, norm), got in zip(cases, clipped, strict=True):
         want = in_torch(grads, dtype, lambda tensors: torch.nn.utils.clip_grad_norm_(tensors, bound, norm))
         assert {name: leaf is None for name, leaf in got.items()} == {name: leaf is None for name, leaf in want.items()}
@@ -54,11 +53,10 @@ def test_clip_grad_norm(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_clip_grad_value(dtype):
-    with jax.enable_x64(True):
-        grads = grads_in(dtype)
-        clip = torch_optim.clip_grad_value(0.3)
-        got, _ = clip.update(grads, clip.init(grads))
+def test_clip_grad_value(x64, dtype):
+    grads = grads_in(dtype)
+    clip = torch_optim.clip_grad_value(0.3)
+    got, _ = clip.update(grads, clip.init(grads))
     want = in_torch(grads, dtype, lambda tensors: torch.nn.utils.clip_grad_value_(tensors, 0.3))
     assert relative_difference(got, want) == 0
 

@@ -1,6 +1,5 @@
 """Each optimizer beside PyTorch's: every option, alone and in pairs, in every dtype."""
 
-import jax
 import optimizer_twins as twins
 import pytest
 import torch
@@ -8,11 +7,10 @@ from comparison import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE
 
 
 @pytest.fixture(autouse=True)
-def double_precision():
+def double_precision(x64):
     """PyTorch keeps NAdam's product and ASGD's step size in its default dtype."""
     torch.set_default_dtype(torch.float64)
-    with jax.enable_x64(True):
-        yield
+    yield
     torch.set_default_dtype(torch.float32)
 
 

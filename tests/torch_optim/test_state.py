@@ -13,10 +13,9 @@ from funcgrad import torch_optim
 
 
 @pytest.fixture
-def double_precision():
+def double_precision(x64):
     torch.set_default_dtype(torch.float64)
-    with jax.enable_x64(True):
-        yield
+    yield
     torch.set_default_dtype(torch.float32)
 
 

@@ -92,7 +92,7 @@ def reduce_lr_on_plateau(  # noqa: PLR0917 - PyTorch's order
     def init(params: PyTree) -> ReduceLROnPlateauState:
         del params
         zero = jnp.zeros((), jnp.int32)
-        return ReduceLROnPlateauState(as_float(learning_rate), as_float(sign * math.inf), zero, zero)
+        return ReduceLROnPlateauState(as_float(learning_rate), as_float(sign * math.inf), zero, jnp.zeros_like(zero))
 
     def step(state: ReduceLROnPlateauState, value: jax.Array) -> ReduceLROnPlateauState:
         better, cooling = is_better(value, state.best), state.cooldown_counter > 0
