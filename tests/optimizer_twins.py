@@ -47,12 +47,20 @@ class Twin:
       options: for each option a value that is not the default.
       nearest: the nearest call of plain optax, for the table.
       where: the options it is compared at.
+      shapes: those of its parameters.
+      alone: the shape of one that is alone.
+      dtypes: those it takes.
+      bfloat16: how far it may be off there; one unit in the last place, where no sums are taken in another order.
     """
 
     torch_class: Any
     options: dict[str, Any]
     nearest: str
     where: dict[str, Any] = dataclasses.field(default_factory=dict)
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
+    alone: tuple[int, ...] = (ALONE,)
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    bfloat16: float = 2.0**-8
 
 
 # An optimizer that is added here is tested with all its options, and gets a row in the table.
@@ -62,6 +70,15 @@ TWINS = {
         torch.optim.Adadelta,
         {"learning_rate": 0.5, "rho": 0.8, "eps": 1e-3, "weight_decay": 0.1, "maximize": True},
         "optax.adadelta(1.0)",
+    ),
+    "adafactor": Twin(
+        torch.optim.Adafactor,
+        {"learning_rate": 0.3, "beta2_decay": -0.3, "eps": (0.5, 5.0), "d": 1.7, "weight_decay": 0.4, "maximize": True},
+        "optax.adafactor(1e-2)",
+        shapes=tuple(shape for shape in SHAPES if shape != (0,)),  # PyTorch divides by the number of elements
+        alone=(8, 8),
+        dtypes=("float64", "float32", "bfloat16"),
+        bfloat16=2.0**-6,
     ),
     "adagrad": Twin(
         torch.optim.Adagrad,
@@ -173,9 +190,10 @@ class Problem:
 
 
 def problem(seed: str, dtype: str, num: int) -> Problem:
-    """Random numbers, the same for the same `seed`; two parameters get random shapes."""
+    """Random numbers, the same for the same `seed`, which begins with an optimizer's name; two parameters get random shapes."""
+    twin = TWINS[seed.split(maxsplit=1)[0]]
     random = np.random.default_rng(zlib.crc32(seed.encode()))
-    shapes = [(ALONE,)] if num == 1 else [SHAPES[index] for index in random.integers(len(SHAPES), size=num)]
+    shapes = [twin.alone] if num == 1 else [twin.shapes[index] for index in random.integers(len(twin.shapes), size=num)]
 
     def normal(shape):
         real = random.normal(size=shape)

@@ -1,6 +1,7 @@
 """torch.optim's update rules as optax transformations: the same steps as PyTorch, to rounding.
 
-Each function has PyTorch's argument names and defaults and answers an `optax.GradientTransformationExtraArgs`. What they share:
+Each function has PyTorch's argument names and defaults, but that `lr` is `learning_rate` as in optax, and answers an
+`optax.GradientTransformationExtraArgs`. What they share:
 
 - `learning_rate` is a number or an optax schedule, which counts the optimizer's steps; 0 is PyTorch's first.
 - `optax.inject_hyperparams` works on all.

@@ -9,11 +9,10 @@ import numpy as np
 import optax
 
 from funcgrad.torch_optim import arguments
-from funcgrad.torch_optim.arithmetic import is_zero, lerp, moved, rounding_to
-from funcgrad.torch_optim.rule import State, gradients_of, nothing
+from funcgrad.torch_optim.arithmetic import lerp
+from funcgrad.torch_optim.rule import Leaf, Rule, Values, gradients_of, transformation
 
 PyTree = Any
-Slots = dict[str, jax.Array]
 
 
 def adafactor(
@@ -65,99 +64,78 @@ def adafactor(
     """
     _check(learning_rate, beta2_decay, eps, d, weight_decay)
 
+    def values(step: jax.Array, numbers: dict[str, jax.Array], rate: Any) -> Values:
+        return {"step": step, "learning_rate": rate}, {}
+
+    def with_eps1(eps1: Any) -> optax.GradientTransformationExtraArgs:
+        rule = Rule(SLOTS, lambda leaf: _update_leaf(leaf, beta2_decay, (eps1, eps[1]), d), values)
+        return transformation(rule, learning_rate, weight_decay=weight_decay, decoupled=True, maximize=maximize)
+
     def init(params: PyTree) -> Any:
         _check_real(params)
-        leaves, treedef = jax.tree.flatten(params)
-        slots = [_new_slots(leaf) for leaf in leaves]
-        names = ("row_var", "col_var", "variance")
-        return State(
-            calls=jnp.zeros((), jnp.int32) if callable(learning_rate) else None,
-            step=jnp.zeros(len(leaves), jnp.int32),
-            numbers={},
-            slots={name: treedef.unflatten([each.get(name) for each in slots]) for name in names},
-        )
+        return with_eps1(None).init(params)
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        del extra
-        if params is None:
-            raise ValueError("adafactor needs the parameters: call update(grads, state, params)")
-        leaves, treedef = jax.tree.flatten(params)
-        grads = gradients_of(updates, params)
-        present = np.array([grad is not None for grad in grads], bool)
-        rate = learning_rate(state.calls) if callable(learning_rate) else learning_rate
-        step = jnp.where(present, optax.safe_increment(state.step), state.step)
-        slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
-        # PyTorch takes the default of eps1 from the first parameter that it updates, and keeps it for the others.
-        eps1 = next((_precision(param) for param, grad in zip(leaves, grads, strict=True) if grad is not None), 0.0)
-        eps1 = eps1 if eps[0] is None else eps[0]
-        new_updates = []
-        for index, (grad, param) in enumerate(zip(grads, leaves, strict=True)):
-            if grad is None or not jnp.size(param):
-                new_updates.append(nothing(param))
-                continue
-            kept = {name: arrays[index] for name, arrays in slots.items() if arrays[index] is not None}
-            options = (beta2_decay, eps1, eps[1], d, weight_decay)
-            gradient = -jnp.asarray(grad) if maximize else jnp.asarray(grad)
-            new_update, kept = _update_leaf(gradient, jnp.asarray(param), kept, (step[index], rate), options)
-            new_updates.append(new_update)
-            for name, array in kept.items():
-                slots[name][index] = array
-        calls = None if state.calls is None else optax.safe_increment(state.calls)
-        trees = {name: treedef.unflatten(arrays) for name, arrays in slots.items()}
-        return treedef.unflatten(new_updates), State(calls, step, {}, trees)
+        eps1 = _first_precision(updates, params) if eps[0] is None and params is not None else eps[0]
+        return with_eps1(eps1).update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _update_leaf(
-    grad: jax.Array, param: jax.Array, slots: Slots, moment: tuple[jax.Array, Any], options: tuple[Any, ...]
-) -> tuple[jax.Array, Slots]:
-    """The update of one parameter and its new slots; `moment` is its step, 1 at the first, and the learning rate."""
-    beta2_decay, eps1, eps2, d, weight_decay = options
-    dtype = param.dtype
-    wide, rounded = jnp.promote_types(dtype, jnp.float32), rounding_to(dtype)
-    step, rate = moment[0].astype(wide), _as(wide, moment[1])
-    grad, param = grad.astype(wide), param.astype(wide)
-    root_size = float(np.sqrt(param.size))
+def _rows(param: Any) -> jax.Array | None:
+    shape = jnp.shape(param)
+    return jnp.zeros((*shape[:-1], 1), jnp.result_type(param)) if len(shape) > 1 else None
+
+
+def _columns(param: Any) -> jax.Array | None:
+    shape = jnp.shape(param)
+    return jnp.zeros((*shape[:-2], 1, shape[-1]), jnp.result_type(param)) if len(shape) > 1 else None
+
+
+def _variance(param: Any) -> jax.Array | None:
+    return jnp.zeros(jnp.shape(param), jnp.result_type(param)) if jnp.ndim(param) < 2 else None
+
+
+SLOTS = {"row_var": _rows, "col_var": _columns, "variance": _variance}
+
+
+def _first_precision(updates: PyTree, params: PyTree) -> float:
+    """PyTorch's default of `eps1`, which it takes from the first parameter that it updates and keeps for the others."""
+    pairs = zip(jax.tree.leaves(params), gradients_of(updates, params), strict=True)
+    return next((float(jnp.finfo(jnp.result_type(param)).eps) for param, grad in pairs if grad is not None), 0.0)
+
+
+def _update_leaf(leaf: Leaf, beta2_decay: Any, eps: tuple[Any, Any], d: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The update of one parameter and its new slots."""
+    grad, param, slots, rounded = leaf.grad, leaf.param, dict(leaf.slots), leaf.rounded
+    if not param.size:
+        return jnp.zeros_like(param), slots
+    wide, root_size = param.dtype, float(np.sqrt(param.size))
+    step, rate, eps1, eps2 = (_as(wide, each) for each in (leaf.values["step"], leaf.values["learning_rate"], *eps))
 
     def norm(array: jax.Array, axis: int | None = None) -> jax.Array:
         return rounded(jnp.sqrt(jnp.sum(array * array, axis=axis, keepdims=axis is not None)))
 
     weight = step ** _as(wide, beta2_decay)
-    alpha = jnp.maximum(_as(wide, eps2), norm(param) / root_size) * jnp.minimum(rate, 1 / jnp.sqrt(step))
-    slots = {name: array.astype(wide) for name, array in slots.items()}
+    alpha = jnp.maximum(eps2, norm(param) / root_size) * jnp.minimum(rate, 1 / jnp.sqrt(step))
     if grad.ndim > 1:
         for name, axis in (("row_var", -1), ("col_var", -2)):
             mean = rounded(rounded(norm(grad, axis) ** 2) / grad.shape[axis])
             slots[name] = rounded(lerp(slots[name], mean, weight))
         row = slots["row_var"]
-        largest = jnp.maximum(rounded(jnp.mean(row, axis=-2, keepdims=True)), rounded(_as(wide, eps1)))
+        largest = jnp.maximum(rounded(jnp.mean(row, axis=-2, keepdims=True)), rounded(eps1))
         estimate = rounded(rounded(row * slots["col_var"]) / largest)
     else:
         estimate = slots["variance"] = rounded(lerp(slots["variance"], rounded(grad * grad), weight))
-    estimate = jnp.maximum(estimate, rounded(_as(wide, eps1) * eps1))
+    estimate = jnp.maximum(estimate, rounded(eps1 * eps1))
     new = rounded(rounded(jax.lax.rsqrt(estimate)) * grad)
     denominator = jnp.maximum(1.0, norm(new) / (root_size * d))
-    keep = None if is_zero(weight_decay) else 1 - moment[1] * weight_decay
-    delta = moved(param, -(alpha / denominator) * new, keep=keep, rounded=rounded)
-    return delta.astype(dtype), {name: array.astype(dtype) for name, array in slots.items()}
+    return leaf.moved(-(alpha / denominator) * new), slots
 
 
 def _as(dtype: Any, number: Any) -> jax.Array:
     """A hyperparameter, a number or an array of one, as an array `[]`."""
     return jnp.reshape(jnp.asarray(number, dtype), ())
-
-
-def _new_slots(leaf: Any) -> Slots:
-    shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-    if len(shape) < 2:
-        return {"variance": jnp.zeros(shape, dtype)}
-    row_shape, col_shape = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
-    return {"row_var": jnp.zeros(row_shape, dtype), "col_var": jnp.zeros(col_shape, dtype)}
-
-
-def _precision(param: Any) -> float:
-    return float(jnp.finfo(jnp.result_type(param)).eps)
 
 
 def _check(learning_rate: Any, beta2_decay: Any, eps: Sequence[Any], d: Any, weight_decay: Any) -> None:

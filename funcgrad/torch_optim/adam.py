@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from funcgrad.torch_optim import arguments
-from funcgrad.torch_optim.arithmetic import is_zero, lerp, one_minus_power
+from funcgrad.torch_optim.arithmetic import lerp, one_minus_power
 from funcgrad.torch_optim.rule import Leaf, Rule, Values, transformation
 
 
@@ -42,7 +42,7 @@ def adam(
 
     Raises:
       ValueError: the learning rate, `eps` or the weight decay is negative, or `betas` are not two floats
-        in [0, 1), or two arrays.
+        or JAX arrays in [0, 1), or two arrays.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -58,15 +58,14 @@ def adam(
     arguments.check_learning_rate(learning_rate)
     arguments.check_betas(betas)
     arguments.check_not_negative(eps=eps, weight_decay=weight_decay)
-    if not any(all(isinstance(beta, kind) for beta in betas) for kind in (float, jax.Array | np.ndarray)):
+    # PyTorch wants two of a kind; a JAX array beside a float is what `optax.inject_hyperparams` makes of one that is scheduled.
+    if not any(all(isinstance(beta, kind) for beta in betas) for kind in (float | jax.Array, jax.Array | np.ndarray)):
         raise ValueError(f"betas must be two floats or two arrays; got {betas!r}")
     beta1, beta2 = betas
-    coupled, decoupled = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
 
     def values(step: jax.Array, numbers: dict[str, jax.Array], rate: Any) -> Values:
         root = jnp.sqrt(one_minus_power(beta2, step))
-        keep = {} if is_zero(decoupled) else {"keep": 1 - rate * decoupled}
-        return {"step_size": rate / one_minus_power(beta1, step), "root": root} | keep, {}
+        return {"step_size": rate / one_minus_power(beta1, step), "root": root}, {}
 
     def update(leaf: Leaf) -> tuple[jax.Array, dict[str, jax.Array]]:
         rounded, new = leaf.rounded, moments(leaf, beta1, beta2)
@@ -78,7 +77,7 @@ def adam(
         return leaf.moved(delta), new
 
     rule = Rule(MOMENTS | ({"max_exp_avg_sq": 0.0} if amsgrad else {}), update, values)
-    return transformation(rule, learning_rate, weight_decay=coupled, maximize=maximize)
+    return transformation(rule, learning_rate, weight_decay=weight_decay, decoupled=decoupled_weight_decay, maximize=maximize)
 
 
 def adamw(

@@ -13,7 +13,13 @@ def check(name: str, value: Any, holds: Callable[[Any], Any], expected: str) -> 
 
     Raises:
       ValueError: `holds(value)` is false.
+      TypeError: it is a function.
     """
+    if callable(value):
+        raise TypeError(
+            f"{name} must be {expected}; got a function. Only learning_rate takes a schedule by itself; "
+            "optax.inject_hyperparams takes one for any argument that is a number"
+        )
     if any(isinstance(part, Tracer) for part in jax.tree.leaves(value)):
         return
     if not holds(value):

@@ -1,8 +1,6 @@
 """Arithmetic as PyTorch does it: the rounding of 16-bit numbers, interpolation, powers close to one."""
 
-import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -38,25 +36,6 @@ def rounding_to(dtype: Any) -> Rounded:
         return jnp.where(jnp.abs(value) < smallest_normal, jnp.round(value / smallest) * smallest, normal)
 
     return rounded
-
-
-def moved(param: jax.Array, *deltas: Any, keep: Any = None, rounded: Rounded = exact) -> jax.Array:
-    """The update that takes `param` to `param * keep + delta + ...`.
-
-    Args:
-      param: the parameter.
-      *deltas: what is added to it.
-      keep: 1 less what decays; None for all. PyTorch rounds it to the parameter's precision: the same error at each step.
-      rounded: what rounds the result of each operation.
-    """
-    if rounded is exact:
-        update = functools.reduce(operator.add, deltas)
-        return update if keep is None else update + (param * keep - param)
-    # The difference of two close numbers is exact, so that adding it gives `new`.
-    new = param if keep is None else rounded(param * keep)
-    for delta in deltas:
-        new = rounded(new + delta)
-    return jnp.where(new == param, 0, new - param)  # an infinite parameter, a mask, stays one
 
 
 def lerp(start: Any, end: Any, weight: Any) -> Any:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from funcgrad.torch_optim import arguments
-from funcgrad.torch_optim.arithmetic import is_zero, lerp, rounding_to
-from funcgrad.torch_optim.rule import Leaf, Rule, Values, transformation
+from funcgrad.torch_optim.arithmetic import lerp, rounding_to
+from funcgrad.torch_optim.rule import Leaf, Rule, transformation
 
 PyTree = Any
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -74,9 +74,6 @@ def muon(  # noqa: PLR0917 - PyTorch's order
         raise ValueError(f"ns_coefficients must be three numbers; got {ns_coefficients!r}")
     arguments.check("ns_steps", ns_steps, lambda steps: steps < 100, "less than 100")
 
-    def values(step: jax.Array, numbers: dict[str, jax.Array], rate: Any) -> Values:
-        return {"learning_rate": rate} | ({} if is_zero(weight_decay) else {"keep": 1 - rate * weight_decay}), {}
-
     def update(leaf: Leaf) -> tuple[jax.Array, dict[str, jax.Array]]:
         rounded = leaf.rounded
         buffer = rounded(lerp(leaf.slots["momentum_buffer"], leaf.grad, 1 - momentum))
@@ -85,7 +82,8 @@ def muon(  # noqa: PLR0917 - PyTorch's order
         rate = leaf.values["learning_rate"] * _ratio(adjust_lr_fn, *leaf.param.shape)
         return leaf.moved(-rate * direction), {"momentum_buffer": buffer}
 
-    plain = transformation(Rule({"momentum_buffer": 0.0}, update, values, counts=False), learning_rate)
+    rule = Rule({"momentum_buffer": 0.0}, update, counts=False)
+    plain = transformation(rule, learning_rate, weight_decay=weight_decay, decoupled=True)
 
     def init(params: PyTree) -> Any:
         _check_matrices(params)

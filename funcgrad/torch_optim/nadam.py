@@ -58,14 +58,12 @@ def nadam(  # noqa: PLR0917
     arguments.check_betas(betas)
     arguments.check_not_negative(eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay)
     beta1, beta2 = betas
-    coupled, decoupled = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
 
     def values(step: jax.Array, numbers: dict[str, jax.Array], rate: Any) -> Values:
         now, after = (beta1 * (1 - 0.5 * jnp.exp(count * momentum_decay * log(0.96))) for count in (step, step + 1))
         product = numbers["mu_product"] * now
         sizes = {"of_grad": -rate * (1 - now) / (1 - product), "of_moment": -rate * after / (1 - product * after)}
-        keep = {} if is_zero(decoupled) else {"keep": 1 - rate * decoupled}
-        return sizes | {"correction": one_minus_power(beta2, step)} | keep, {"mu_product": product}
+        return sizes | {"correction": one_minus_power(beta2, step)}, {"mu_product": product}
 
     def update(leaf: Leaf) -> tuple[jax.Array, dict[str, jax.Array]]:
         rounded, new = leaf.rounded, moments(leaf, beta1, beta2)
@@ -75,7 +73,7 @@ def nadam(  # noqa: PLR0917
         return leaf.moved(of_grad, of_moment), new
 
     rule = Rule(MOMENTS, update, values, numbers={"mu_product": 1.0})
-    return transformation(rule, learning_rate, weight_decay=coupled, maximize=maximize)
+    return transformation(rule, learning_rate, weight_decay=weight_decay, decoupled=decoupled_weight_decay, maximize=maximize)
 
 
 def radam(
@@ -123,12 +121,10 @@ def radam(
     arguments.check_betas(betas)
     arguments.check_not_negative(eps=eps, weight_decay=weight_decay)
     beta1, beta2 = betas
-    coupled, decoupled = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
 
     def values(step: jax.Array, numbers: dict[str, jax.Array], rate: Any) -> Values:
         correction = {"first": one_minus_power(beta1, step), "root": jnp.sqrt(one_minus_power(beta2, step))}
-        keep = {} if is_zero(decoupled) else {"keep": 1 - rate * decoupled}
-        return correction | {"learning_rate": rate, "rectification": _rectification(beta2, step)} | keep, {}
+        return correction | {"learning_rate": rate, "rectification": _rectification(beta2, step)}, {}
 
     def update(leaf: Leaf) -> tuple[jax.Array, dict[str, jax.Array]]:
         rounded, values, new = leaf.rounded, leaf.values, moments(leaf, beta1, beta2)
@@ -138,7 +134,13 @@ def radam(
         delta = jnp.where(values["rectification"] > 0, rectified, plain)
         return leaf.moved(-delta), new
 
-    return transformation(Rule(MOMENTS, update, values), learning_rate, weight_decay=coupled, maximize=maximize)
+    return transformation(
+        Rule(MOMENTS, update, values),
+        learning_rate,
+        weight_decay=weight_decay,
+        decoupled=decoupled_weight_decay,
+        maximize=maximize,
+    )
 
 
 def _rectification(beta2: Any, step: jax.Array) -> jax.Array:

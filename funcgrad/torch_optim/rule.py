@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from funcgrad.torch_optim.arithmetic import Rounded, is_zero, moved, rounding_to
+from funcgrad.torch_optim.arithmetic import Rounded, exact, is_zero, rounding_to
 
 PyTree = Any
 
@@ -24,6 +25,7 @@ class State(NamedTuple):
         array for all, because a program with a hundred scalars spends its time on them.
       numbers: other numbers of each parameter, `[leaves]`: `mu_product` of NAdam, `eta` and `mu` of ASGD.
       slots: arrays like the parameters, each a tree like `params`: `exp_avg`, `momentum_buffer`, ...
+        Adafactor has rows, columns, or None.
     """
 
     calls: Any
@@ -50,8 +52,20 @@ class Leaf(NamedTuple):
     rounded: Rounded
 
     def moved(self, *deltas: Any) -> jax.Array:
-        """The update that takes the parameter to `param * keep + delta + ...`; without a value `keep` all is kept."""
-        return moved(self.param, *deltas, keep=self.values.get("keep"), rounded=self.rounded)
+        """The update that takes the parameter to `param * keep + delta + ...`.
+
+        The value `keep` is 1 less what decays, and missing where nothing does. PyTorch rounds it to the parameter's precision:
+        the same error at each step.
+        """
+        keep, rounded = self.values.get("keep"), self.rounded
+        if rounded is exact:
+            update = functools.reduce(operator.add, deltas)
+            return update if keep is None else update + (self.param * keep - self.param)
+        # The difference of two close numbers is exact, so that adding it gives `new`.
+        new = self.param if keep is None else rounded(self.param * keep)
+        for delta in deltas:
+            new = rounded(new + delta)
+        return jnp.where(new == self.param, 0, new - self.param)  # an infinite parameter, a mask, stays one
 
 
 Values = tuple[dict[str, Any], dict[str, jax.Array]]
@@ -67,7 +81,8 @@ class Rule:
     """What a step does with one parameter.
 
     Attributes:
-      slots: the arrays kept for it, and what they are filled with at first.
+      slots: the arrays kept for it, and what each is filled with at first; or a function of the parameter that makes
+        it, or None for a parameter that has none.
       update: gives the update and the new slots of a `Leaf`.
       values: the numbers of a step for all parameters at once, `(step, numbers, learning_rate) -> (values, new numbers)`:
         `step` is floating, `[leaves]`, 1 at a parameter's first step; each value is `[leaves]` or one for all.
@@ -83,7 +98,12 @@ class Rule:
 
 
 def transformation(
-    rule: Rule, learning_rate: optax.ScalarOrSchedule, *, weight_decay: Any = 0.0, maximize: bool = False
+    rule: Rule,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    weight_decay: Any = 0.0,
+    decoupled: bool = False,
+    maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """The optax transformation that applies `rule` to each leaf.
 
@@ -91,8 +111,10 @@ def transformation(
       rule: the rule.
       learning_rate: a number, or a schedule, which is asked once a call, with 0 at the first.
       weight_decay: this multiple of the parameter is added to its gradient.
+      decoupled: whether the parameter decays by itself instead: it is multiplied by `1 - rate * weight_decay` first.
       maximize: whether gradients are negated first.
     """
+    coupled = 0.0 if decoupled else weight_decay
 
     def init(params: PyTree) -> Any:
         leaves = jax.tree.leaves(params)
@@ -111,8 +133,12 @@ def transformation(
         leaves, treedef = jax.tree.flatten(params)
         grads = gradients_of(updates, params)
         present = np.array([grad is not None for grad in grads], bool)
+        dtype = _numbers_dtype(leaves)
         rate = learning_rate(state.calls) if callable(learning_rate) else learning_rate
-        step, values, numbers = _advance(rule, state, rate, present, _numbers_dtype(leaves))
+        rate = jnp.reshape(jnp.asarray(rate, dtype), ()) if isinstance(rate, jax.Array | np.ndarray) else rate
+        step, values, numbers = _advance(rule, state, rate, present, dtype)
+        if decoupled and not is_zero(weight_decay):
+            values = values | {"keep": 1 - rate * weight_decay}
         slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
         new_updates = []
         for index, (grad, param) in enumerate(zip(grads, leaves, strict=True)):
@@ -120,8 +146,8 @@ def transformation(
                 new_updates.append(nothing(param))
                 continue
             mine = {name: value[index] if jnp.ndim(value) else value for name, value in values.items()}
-            kept = {name: arrays[index] for name, arrays in slots.items()}
-            new_update, kept = _update_leaf(rule, grad, jnp.asarray(param), kept, mine, (weight_decay, maximize))
+            kept = {name: arrays[index] for name, arrays in slots.items() if arrays[index] is not None}
+            new_update, kept = _update_leaf(rule, grad, jnp.asarray(param), kept, mine, (coupled, maximize))
             new_updates.append(new_update)
             for name, array in kept.items():
                 slots[name][index] = array
@@ -174,7 +200,6 @@ def _advance(rule: Rule, state: State, rate: Any, present: np.ndarray, dtype: An
             advanced = jnp.where(rule.counts, advanced, state.step)
         step = advanced if present.all() else jnp.where(present, advanced, state.step)
         floating = advanced.astype(dtype)
-    rate = jnp.reshape(jnp.asarray(rate, dtype), ()) if isinstance(rate, jax.Array | np.ndarray) else rate
     values, numbers = rule.values(floating, state.numbers, rate)
     kept = {name: jnp.where(present, number, state.numbers[name]) for name, number in numbers.items()}
     return step, values, kept
@@ -213,7 +238,9 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-def _filled(value: Any, leaf: Any) -> jax.Array:
+def _filled(value: Any, leaf: Any) -> Any:
+    if callable(value):
+        return value(leaf)
     dtype = jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         value = jax.lax.complex(*[jnp.asarray(value, jnp.finfo(dtype).dtype)] * 2)

@@ -1,6 +1,6 @@
 """The state of an optimizer across the border: out of PyTorch's `state_dict`, and into it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,8 @@ def to_torch_state(opt_state: PyTree, params: PyTree) -> TorchState:
     optimizer.state_dict()["param_groups"]})` takes it over; learning rates and other options stay with the optimizers.
 
     Args:
-      opt_state: the state of an optimizer of this package, or of a chain or another wrapper with one of them in it.
+      opt_state: the state of an optimizer of this package other than `lbfgs`, or of a chain or another wrapper with one of them
+        in it.
       params: the parameters. Their leaves, in the order of `jax.tree.leaves`, are PyTorch's parameters 0, 1, ...
 
     Returns:
@@ -47,20 +48,20 @@ def to_torch_state(opt_state: PyTree, params: PyTree) -> TorchState:
     """
     state = _only_state(opt_state)
     leaves, treedef = jax.tree.flatten(params)
-    if state.step is None:
-        return {}
-    steps = np.asarray(state.step)
+    steps = np.zeros(len(leaves), np.int32) if state.step is None else np.asarray(state.step)
     if len(steps) != len(leaves):
         raise ValueError(f"the state is of {len(steps)} parameters, but params has {len(leaves)}")
     slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
-    # PyTorch counts in its default dtype, and SGD does not count.
-    counted = {} if set(slots) == {"momentum_buffer"} else {"step": steps.astype(np.float32)}
+    # PyTorch counts in its default dtype, and SGD and Muon do not count.
+    counted = {} if set(slots) <= {"momentum_buffer"} else {"step": steps.astype(np.float32)}
     numbers = counted | {name: np.asarray(number) for name, number in state.numbers.items()}
+    # Muon's buffer is zero where no step was made, which is how PyTorch begins it.
+    all_begun = bool(slots) if state.step is None else bool(BEGUN_AT_ONCE & set(slots))
     return {
         index: {name: np.array(number[index]) for name, number in numbers.items()}
-        | {name: _as_numpy(arrays[index]) for name, arrays in slots.items()}
+        | {name: _as_numpy(arrays[index]) for name, arrays in slots.items() if arrays[index] is not None}
         for index in range(len(leaves))
-        if steps[index] > 0 or BEGUN_AT_ONCE & set(slots)
+        if steps[index] > 0 or all_begun
     }
 
 
@@ -79,7 +80,8 @@ def from_torch_state(
       params: the parameters, as for `to_torch_state`.
       transformation: the optimizer of this package, or a chain or another wrapper with one of them in it; all other state in it
         is new.
-      count: the optimizer steps made, for a schedule. Where it is left out, the largest step of a parameter.
+      count: the optimizer steps made, for a schedule, that of `optax.inject_hyperparams` too. Where it is left out, the largest
+        step of a parameter.
 
     Returns:
       The state.
@@ -102,8 +104,8 @@ def from_torch_state(
     begun = transformation.init(params)
     state = _only_state(begun)
     leaves, treedef = jax.tree.flatten(params)
-    entries = _read_entries(state_dict, len(leaves), state)
     slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+    entries = _read_entries(state_dict, state, slots, len(leaves))
     numbers = {name: np.array(number) for name, number in state.numbers.items()}
     steps = np.zeros(len(leaves), np.int32)
     for index, entry in entries.items():
@@ -111,10 +113,12 @@ def from_torch_state(
         for name, number in numbers.items():
             number[index] = np.asarray(entry[name])
         for name, arrays in slots.items():
+            if arrays[index] is None:
+                continue
             array = np.asarray(entry[name])
-            if array.shape != jnp.shape(leaves[index]):
+            if array.shape != arrays[index].shape:
                 raise ValueError(
-                    f"state_dict[{index}][{name!r}] must have the shape of parameter {index}, {jnp.shape(leaves[index])}; "
+                    f"state_dict[{index}][{name!r}] must have the shape {arrays[index].shape} for parameter {index}; "
                     f"got {array.shape}"
                 )
             # As an update in place, so that it lies on the parameter's devices.
@@ -125,15 +129,17 @@ def from_torch_state(
         numbers={name: jnp.asarray(number) for name, number in numbers.items()},
         slots={name: treedef.unflatten(arrays) for name, arrays in slots.items()},
     )
-    return jax.tree.map(lambda node: read if isinstance(node, State) else node, begun, is_leaf=_is_state)
+    return _with_state(begun, read, lambda: jnp.asarray(_count(count, entries), jnp.int32))
 
 
-def _read_entries(state_dict: Mapping[Any, Mapping[str, Any]], num: int, state: State) -> dict[int, Mapping[str, Any]]:
+def _read_entries(
+    state_dict: Mapping[Any, Mapping[str, Any]], state: State, slots: dict[str, list[Any]], num: int
+) -> dict[int, Mapping[str, Any]]:
     if "state" in state_dict:
         raise ValueError('expected optimizer.state_dict()["state"]; got optimizer.state_dict() with its param_groups')
-    wanted = set(state.slots) | set(state.numbers)
-    if state.step is not None and wanted != {"momentum_buffer"}:
-        wanted.add("step")
+    named = set(state.slots) | set(state.numbers)
+    if state.step is not None and named != {"momentum_buffer"}:
+        named.add("step")
     entries = {}
     for index, entry in state_dict.items():
         if index not in range(num):
@@ -142,6 +148,8 @@ def _read_entries(state_dict: Mapping[Any, Mapping[str, Any]], num: int, state: 
         present = {name: value for name, value in entry.items() if value is not None}
         if not present:
             continue
+        # Adafactor has other arrays for matrices than for vectors.
+        wanted = named - {name for name, arrays in slots.items() if arrays[index] is None}
         if set(present) != wanted:
             raise ValueError(
                 f"state_dict[{index}] must have {sorted(wanted)}, the state of this transformation; got {sorted(present)}. "
@@ -160,10 +168,35 @@ def _count(count: int | None, entries: Mapping[int, Mapping[str, Any]]) -> int:
     return max(steps)
 
 
+def _with_state(begun: PyTree, read: State, calls: Callable[[], jax.Array]) -> PyTree:
+    """`begun` with `read` in the place of its state, and the schedules of `optax.inject_hyperparams` at the count `calls()`."""
+
+    def replaced(node: Any) -> Any:
+        if isinstance(node, State):
+            return read
+        if not isinstance(node, optax.InjectStatefulHyperparamsState):
+            return node
+        inner = _with_state(node.inner_state, read, calls)
+        if not node.hyperparams_states:
+            return node._replace(inner_state=inner)
+        states = {name: _at(each, calls()) for name, each in node.hyperparams_states.items()}
+        return node._replace(count=calls(), hyperparams_states=states, inner_state=inner)
+
+    return jax.tree.map(replaced, begun, is_leaf=lambda node: isinstance(node, (State, optax.InjectStatefulHyperparamsState)))
+
+
+def _at(schedule_state: Any, count: jax.Array) -> Any:
+    """The state of a schedule that has nothing but a count, at this one."""
+    return schedule_state._replace(count=count) if getattr(schedule_state, "_fields", ()) == ("count",) else schedule_state
+
+
 def _only_state(opt_state: PyTree) -> State:
     found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(node)]
     if len(found) != 1:
-        raise ValueError(f"expected a state with one optimizer of torch_optim in it; got one with {len(found)}")
+        raise ValueError(
+            f"expected a state with one optimizer of torch_optim in it; got one with {len(found)}. lbfgs has none "
+            "of this kind; for several, as in optax.multi_transform, give the inner state of each and its own parameters"
+        )
     return found[0]
 
 

@@ -13,11 +13,12 @@ NAN = float("nan")
 NUMBERS = (-1.0, -1e-9, -0.0, 0.0, 0.5, 1.0, 1.5, NAN)
 PAIRS = ((0.9, 1.0), (1.0, 0.9), (-0.1, 0.9), (0.0, 0.9), (0.9, 0.0), (0, 0.9), (NAN, 0.9), (0.9, NAN))
 ETAS = ((0.5, 1.2), (0.0, 1.2), (1.0, 1.2), (0.5, 1.0), (-0.5, 1.2), (1.2, 0.5), (0.5, NAN))
+TWO_EPS = ((None, 1e-3), (-1.0, 1e-3), (1e-3, -1.0), (NAN, 1e-3), (0.0, 0.0))
 
 
 @pytest.mark.parametrize("name", twins.NAMES)
 def test_the_same_values_are_refused_as_in_pytorch(name):
-    choices = {"betas": PAIRS, "etas": ETAS, "step_sizes": ((1.0, 0.1),)}
+    choices = {"betas": PAIRS, "etas": ETAS, "step_sizes": ((1.0, 0.1),)} | ({"eps": TWO_EPS} if name == "adafactor" else {})
     refused = 0
     for option, usual in twins.TWINS[name].options.items():
         for value in choices.get(option, (True, False) if isinstance(usual, bool) else NUMBERS):
@@ -91,3 +92,16 @@ def test_numbers_that_are_traced():
     for update, optimizer in zip(got, (torch_optim.sgd(0.5, 0.9), torch_optim.adam(0.5, (0.9, 0.99))), strict=True):
         want = optimizer.update(params, optimizer.init(params), params)[0]
         np.testing.assert_allclose(update, want, rtol=1e-5)
+
+
+def test_a_schedule_in_the_place_of_a_number():
+    cycle = torch_optim.schedules.one_cycle_lr(0.1, total_steps=10)
+    with pytest.raises(TypeError, match=r"momentum must be a number of at least 0; got a function.* optax.inject_hyperparams"):
+        torch_optim.sgd(cycle, momentum=cycle.momentum)
+
+
+def test_the_first_beta_alone_may_be_an_array():
+    params = jnp.ones(3)
+    mixed, plain = torch_optim.adam(betas=(jnp.asarray(0.9), 0.999)), torch_optim.adam(betas=(0.9, 0.999))
+    got, want = (each.update(params, each.init(params), params)[0] for each in (mixed, plain))
+    np.testing.assert_allclose(got, want, rtol=1e-5)

@@ -50,7 +50,9 @@ def test_the_iteration_of_larger_matrices(shape):
     assert np.all(np.abs(np.linalg.svd(got, compute_uv=False) - 1) < 0.5)
 
 
-@pytest.mark.parametrize(("nesterov", "adjust_lr_fn"), [(True, None), (False, None), (True, "match_rms_adamw")])
+@pytest.mark.parametrize(
+    ("nesterov", "adjust_lr_fn"), [(True, None), (False, None), (True, "match_rms_adamw"), (False, "match_rms_adamw")]
+)
 def test_options_and_pairs(x64, nesterov, adjust_lr_fn):
     params, grads = optimizer_runs.gradients(SHAPES, STEPS)
     arrays = jax.tree.map(jnp.asarray, (params, grads))
