@@ -286,9 +286,7 @@ def _value_and_grad(scalar: Any, selected: PyTree, rows: int | None) -> tuple[An
 
     def recorded(selected: PyTree) -> Any:
         output = scalar(selected)
-        for name, leaf in trees.leaves_with_names(output[1][1], "aux"):
-            if trees.dtype_of(leaf) is None:
-                raise reducers.not_numeric(name, leaf)
+        reducers.check_known(output[1][1])
         return output
 
     closed, like = jax.make_jaxpr(recorded, return_shape=True)(selected)

@@ -12,7 +12,7 @@ from funcgrad import accumulator, loops, reducers, trees, window
 from funcgrad.call import Call, Micro
 from funcgrad.loops import Loop
 from funcgrad.loss import WeightedLoss, ratio, read_loss
-from funcgrad.options import Options
+from funcgrad.options import Options, axes_by_argument
 from funcgrad.trees import PyTree, Trainable
 
 
@@ -216,15 +216,12 @@ def _through_encoder(call: Call, mask: list[bool], buffer: Any, cotangents: list
     argument that is split into microbatches.
     """
     options, number = call.options, len(call.args)
-    axes = options.in_axes
-    one = not isinstance(options.batch_argnums, Sequence)
-    many = tuple(axes) if isinstance(axes, tuple | list) else (axes,) * len(call.batch_argnums)
     options = dataclasses.replace(
         options,
         has_aux=False,
         batch_argnums=(*call.batch_argnums, number),
         key_argnums=call.key_argnums,
-        in_axes=((axes,) if one else many) + (0,),
+        in_axes=(*axes_by_argument(options.batch_argnums, options.in_axes), 0),
     )
 
     def product(*args: Any, **kwargs: Any) -> WeightedLoss:

@@ -75,6 +75,13 @@ class MicrobatchOptions(TypedDict, total=False):
     loop: loops.Loop
 
 
+def axes_by_argument(batch_argnums: int | Sequence[int], in_axes: PyTree) -> tuple[PyTree, ...]:
+    """`in_axes` with an entry for each batch argument, to which those of further arguments can be added."""
+    if not isinstance(batch_argnums, Sequence):
+        return (in_axes,)
+    return tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(batch_argnums)
+
+
 def with_two_more(batch_argnums: int | Sequence[int], in_axes: PyTree, key_argnums: int | Sequence[int]) -> dict[str, Any]:
     """The options that name arguments, for a function that takes two more at the end than the one that they are for.
 
@@ -90,8 +97,4 @@ def with_two_more(batch_argnums: int | Sequence[int], in_axes: PyTree, key_argnu
     options = {"key_argnums": keys, "carry_argnum": -1}
     if not batch:
         return options | {"batch_argnums": (), "in_axes": in_axes}
-    if isinstance(batch_argnums, Sequence) and not isinstance(in_axes, tuple | list):
-        axes = (in_axes,) * len(batch)
-    else:
-        axes = tuple(in_axes) if isinstance(batch_argnums, Sequence) else (in_axes,)
-    return options | {"batch_argnums": (*batch, -2), "in_axes": (*axes, None)}
+    return options | {"batch_argnums": (*batch, -2), "in_axes": (*axes_by_argument(batch_argnums, in_axes), None)}

@@ -180,7 +180,7 @@ def check_aux(aux: PyTree, like: PyTree, rows: int) -> None:
     for (place, leaf), reduction in zip(trees.leaves_with_names(like, "aux"), reductions, strict=True):
         dtype = trees.dtype_of(leaf)
         if dtype is None or not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
-            raise not_numeric(place, leaf)
+            raise _not_numeric(place, leaf)
         if reduction == "mean" and not trees.is_differentiable(leaf):
             raise TypeError(
                 f'{place} is {trees.describe(leaf)}, which has no mean in its own dtype. Reduce it with "sum", as in '
@@ -195,7 +195,18 @@ def check_aux(aux: PyTree, like: PyTree, rows: int) -> None:
             )
 
 
-def not_numeric(place: str, leaf: Any) -> TypeError:
+def check_known(aux: PyTree) -> None:
+    """Check that the leaves of a microbatch's aux are arrays or numbers, before they are recorded.
+
+    Raises:
+      TypeError: one is not.
+    """
+    for place, leaf in trees.leaves_with_names(aux, "aux"):
+        if trees.dtype_of(leaf) is None:
+            raise _not_numeric(place, leaf)
+
+
+def _not_numeric(place: str, leaf: Any) -> TypeError:
     """The error for a leaf of aux that is no number."""
     return TypeError(f"{place} must be numeric to be reduced over microbatches; got {trees.describe(leaf)}")
 

@@ -124,9 +124,7 @@ def functional_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[...,
         def run(before: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[list[Any], ...]]:
             model = layout.merge(before)
             loss, aux = read_loss(loss_fn(model, *args, **kwargs), has_aux)
-            for name, leaf in trees.leaves_with_names(aux, "aux"):
-                if trees.dtype_of(leaf) is None:
-                    raise reducers.not_numeric(name, leaf)
+            reducers.check_known(aux)
             return (loss, aux), layout.read(model, before)
 
         # Recorded, because only that tells what the loss changed: a layer that is jitted, checkpointed or scanned hands out
