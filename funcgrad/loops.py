@@ -158,7 +158,7 @@ def prefers_host(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -
 
     Such a loop has the memory of a scan, compiles once whatever the number of microbatches, and reaches convolutions, so it is
     the best form for these on CPU. Without them a scan is as fast or faster there, and on accelerators it keeps the device busy
-    without the host. A call costs some 20 microseconds, too much only for very small microbatches; and for a few small ones,
+    without the host. A call costs some 10 microseconds, too much only for very small microbatches; and for a few small ones,
     one program in the `"ordered"` form is faster still (.93 and .95 times as long for the convolutional network of the
     benchmarks, 2 and 8 microbatches) and compiles as fast.
     """

@@ -104,6 +104,21 @@ class TestHost:
         assert results[0][1]["aux"]["rows"] == 9
         assert relative_difference(*results) <= FLOAT32_TOLERANCE
 
+    @pytest.mark.parametrize("where", ["params", "batch", "both", "neither"])
+    def test_arrays_put_on_a_device_by_name_compile_once(self, where, caplog):
+        model, device = models.mlp(), jax.devices()[0]
+        params = jax.device_put(model.params, device) if where in ("params", "both") else model.params
+        batch = jax.device_put(model.batch, device) if where in ("batch", "both") else model.batch
+        step = fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=4, loop="host")
+        state = fg.TrainState.create(params, OPTIMIZER)
+        with jax.log_compiles():
+            for _ in range(3):
+                state, _ = step(state, batch)
+        compiled = [
+            record.getMessage().split()[1] for record in caplog.records if record.getMessage().startswith("Compiling jit")
+        ]
+        assert [compiled.count(f"jit({name})") for name in ("fold", "_finish_window")] == [1, 1]
+
     def test_what_is_wrong_is_found_before_anything_is_given_away(self):
         model = models.mlp()
         good = fg.TrainState.create(model.params, OPTIMIZER)
