@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from comparison import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE
 
 from funcgrad import torch_optim
 
@@ -50,7 +51,8 @@ class Twin:
       shapes: those of its parameters.
       alone: the shape of one that is alone.
       dtypes: those it takes.
-      bfloat16: how far it may be off there; one unit in the last place, where no sums are taken in another order.
+      float64, float32, bfloat16: how far it may be off in these; in the last, one unit in the last place, where no sums are
+        taken in another order.
     """
 
     torch_class: Any
@@ -60,9 +62,15 @@ class Twin:
     shapes: tuple[tuple[int, ...], ...] = SHAPES
     alone: tuple[int, ...] = (ALONE,)
     dtypes: tuple[str, ...] = tuple(DTYPES)
+    float64: float = FLOAT64_TOLERANCE
+    float32: float = FLOAT32_TOLERANCE
     bfloat16: float = 2.0**-8
 
 
+# Muon's Newton-Schulz iteration computes in bfloat16, whatever the parameter's type. Where rounding, or the order of a sum of
+# products, moves a number over the border between two numbers of bfloat16, which are 2**-8 apart, the iteration makes 2**-6 of
+# it at most: that much of one step, of which there are 100.
+NEWTON_SCHULZ = 1e-3
 # An optimizer that is added here is tested with all its options, and gets a row in the table.
 ADAM = {"learning_rate": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1, "maximize": True}
 TWINS = {
@@ -105,6 +113,26 @@ TWINS = {
         {"learning_rate": 0.05, "lambd": 0.1, "alpha": 0.5, "t0": 10.0, "weight_decay": 0.1, "maximize": True},
         "optax.sgd(1e-2)",
     ),
+    "muon": Twin(
+        torch.optim.Muon,
+        {
+            "learning_rate": 0.02,
+            "weight_decay": 0.0,
+            "momentum": 0.5,
+            "nesterov": False,
+            "ns_coefficients": (2.0, -1.5, 0.5),
+            "eps": 3.0,
+            "ns_steps": 3,
+            "adjust_lr_fn": "match_rms_adamw",
+        },
+        "optax.contrib.muon(1e-3)",
+        shapes=((1, 5), (4, 4), (7, 3), (3, 6)),
+        alone=(8, 8),
+        dtypes=("float64", "float32", "bfloat16"),
+        float64=NEWTON_SCHULZ,
+        float32=NEWTON_SCHULZ,
+        bfloat16=2.0**-6,
+    ),
     "nadam": Twin(torch.optim.NAdam, ADAM | {"momentum_decay": 0.1, "decoupled_weight_decay": True}, "optax.nadam(2e-3)"),
     "radam": Twin(torch.optim.RAdam, ADAM | {"decoupled_weight_decay": True}, "optax.radam(1e-3, eps=1e-3)", {"eps": 1e-3}),
     "rmsprop": Twin(
@@ -133,6 +161,7 @@ TWINS = {
     ),
 }
 NAMES = list(TWINS)
+OF_ANY_SHAPE = [name for name in NAMES if name != "muon"]
 
 
 def singles(name: str) -> list[tuple[dict[str, Any], bool]]:
@@ -152,7 +181,7 @@ def split(name: str, sets: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
     taken, refused = [], []
     for each in sets:
         try:
-            in_torch(name, each, [torch.zeros(1, requires_grad=True)])
+            in_torch(name, each, [torch.zeros(TWINS[name].alone, requires_grad=True)])
         except ValueError:
             refused.append(each)
         else:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import lbfgs_twins
 import optax
 import optimizer_twins as twins
 import torch
@@ -23,7 +24,7 @@ HEADER = (
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     jax.config.update("jax_enable_x64", True)
-    rows = [row(name) for name in twins.NAMES]
+    rows = [row_of_lbfgs() if name == "lbfgs" else row(name) for name in sorted(["lbfgs", *twins.NAMES])]
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text("\n".join([before + BEGIN, "", *HEADER, *rows, "", END]) + rest.split(END)[1])
     print("\n".join(rows))
@@ -47,6 +48,13 @@ def row(name: str) -> str:
     return f"| `{name}` | {len(sets)} | {figures} | `{twin.nearest}`{at} | {of_optax(name):.0e} |"
 
 
+def row_of_lbfgs() -> str:
+    worst = [max(lbfgs_twins.compare_long_runs(dtype)[0]) for dtype in ("float64", "float32")]
+    figures = " | ".join(f"{each:.0e}" for each in worst)
+    at = call("lbfgs", lbfgs_twins.AS_OPTAX)
+    return f"| `lbfgs` | {len(lbfgs_twins.long_sets())} | {figures} | | `optax.lbfgs()` against {at} | {of_optax_lbfgs():.0e} |"
+
+
 def largest(name: str, dtype: str, sets: list, pattern: tuple) -> float:
     return max(twins.compare(name, dtype, sets, pattern)[0])
 
@@ -64,6 +72,16 @@ def of_optax(name: str) -> float:
     passed, _ = twins.run_here((optimizer,), params, twins.begin((optimizer,), params), [given.grads], twins.ALWAYS)
     theirs, _ = twins.run_torch(name, twin.where, given, "float64", twins.ALWAYS)
     return twins.worst_difference(passed[0], theirs, given.params)
+
+
+def of_optax_lbfgs() -> float:
+    """The difference of `optax.lbfgs`, one iteration an update, from PyTorch's with one iteration a step."""
+    start = lbfgs_twins.long_start("float64")
+    got, _ = lbfgs_twins.our_steps(lbfgs_twins.loss_here, lbfgs_twins.STEPS, make=optax.lbfgs)(start, {})
+    want, _ = lbfgs_twins.torch_steps(lbfgs_twins.loss_in_torch, start, lbfgs_twins.STEPS, lbfgs_twins.AS_OPTAX)
+    return max(
+        lbfgs_twins.difference(jax.tree.map(lambda leaf, step=step: leaf[step], got), each) for step, each in enumerate(want)
+    )
 
 
 def table_on_the_page() -> dict[str, list[str]]:

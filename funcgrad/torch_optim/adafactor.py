@@ -117,7 +117,7 @@ def _update_leaf(leaf: Leaf, beta2_decay: Any, eps: tuple[Any, Any], d: Any) -> 
         return rounded(jnp.sqrt(jnp.sum(array * array, axis=axis, keepdims=axis is not None)))
 
     weight = step ** _as(wide, beta2_decay)
-    alpha = jnp.maximum(eps2, norm(param) / root_size) * jnp.minimum(rate, 1 / jnp.sqrt(step))
+    alpha = _larger(eps2, norm(param) / root_size) * jnp.minimum(rate, 1 / jnp.sqrt(step))
     if grad.ndim > 1:
         for name, axis in (("row_var", -1), ("col_var", -2)):
             mean = rounded(rounded(norm(grad, axis) ** 2) / grad.shape[axis])
@@ -129,8 +129,13 @@ def _update_leaf(leaf: Leaf, beta2_decay: Any, eps: tuple[Any, Any], d: Any) -> 
         estimate = slots["variance"] = rounded(lerp(slots["variance"], rounded(grad * grad), weight))
     estimate = jnp.maximum(estimate, rounded(eps1 * eps1))
     new = rounded(rounded(jax.lax.rsqrt(estimate)) * grad)
-    denominator = jnp.maximum(1.0, norm(new) / (root_size * d))
+    denominator = _larger(1.0, norm(new) / (root_size * d))
     return leaf.moved(-(alpha / denominator) * new), slots
+
+
+def _larger(left: Any, right: jax.Array) -> jax.Array:
+    """Python's `max`, which PyTorch takes here: a NaN on the right is passed over."""
+    return jnp.where(right > left, right, left)
 
 
 def _as(dtype: Any, number: Any) -> jax.Array:

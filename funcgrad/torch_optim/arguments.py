@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 
@@ -38,9 +39,18 @@ def check_learning_rate(learning_rate: Any, *, nan_passes: bool = False) -> None
     Args:
       learning_rate: what came.
       nan_passes: whether NaN does, as PyTorch's SGD has it.
+
+    Raises:
+      ValueError: it is negative, or an array of several.
+      TypeError: it is neither a schedule nor a number.
     """
     if callable(learning_rate):
         return
+    if not isinstance(learning_rate, int | float | np.number | np.ndarray | jax.Array):
+        raise TypeError(
+            f"learning_rate must be a number or a schedule; got {type(learning_rate).__name__}. The parameters go to "
+            "init(params) and update(grads, state, params)"
+        )
     if jnp.size(learning_rate) != 1:
         raise ValueError(f"learning_rate must be one number or a schedule; got an array of shape {jnp.shape(learning_rate)}")
     holds = (lambda rate: not rate < 0.0) if nan_passes else (lambda rate: rate >= 0.0)
@@ -49,5 +59,7 @@ def check_learning_rate(learning_rate: Any, *, nan_passes: bool = False) -> None
 
 def check_betas(betas: Sequence[Any]) -> None:
     """Check that each of two decay rates lies in [0, 1)."""
+    if not hasattr(betas, "__len__") or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers; got {betas!r}")
     for index in range(2):
         check(f"betas[{index}]", betas[index], lambda beta: 0.0 <= beta < 1.0, "at least 0 and less than 1")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from funcgrad.torch_optim import arguments
@@ -85,8 +86,9 @@ def lbfgs(  # noqa: PLR0917 - PyTorch's order
 
     `update(grads, state, params, value=..., value_fn=...)` needs the loss, and the function of the parameters that gives it,
     which is the closure: `funcgrad.train_step` hands both. Call it inside `jax.jit`; it is a loop. As the gradients of all
-    later iterations come from `value_fn`, no transformation of gradients can stand before it. A gradient that is None counts
-    as zeros throughout the step, as in PyTorch. The history takes `2 * history_size` times the memory of the parameters.
+    later iterations come from `value_fn`, no transformation of gradients can stand before it, but for the conjugate that
+    complex parameters need (docs/torch_optim.md). A gradient that is None counts as zeros throughout the step, as in PyTorch.
+    The history takes `2 * history_size` times the memory of the parameters.
 
     `optax.lbfgs` is another rule: one iteration an update, a history of 10, another line search.
 
@@ -103,8 +105,8 @@ def lbfgs(  # noqa: PLR0917 - PyTorch's order
       The transformation.
 
     Raises:
-      ValueError: an argument is out of its range; in `update`, where parameters, `value` or `value_fn` are missing.
-      TypeError: in `init`, where a parameter is complex.
+      ValueError: an argument is out of its range; in `init`, where nothing can be trained; in `update`, where parameters,
+        `value` or `value_fn` are missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -130,11 +132,25 @@ def lbfgs(  # noqa: PLR0917 - PyTorch's order
     max_eval = max_iter * 5 // 4 if max_eval is None else max_eval
 
     def init(params: PyTree) -> Any:
-        vector, history, zero = _flatten(_trained(params)), int(history_size), jnp.zeros((), jnp.int32)
-        nothing_yet, number = jnp.zeros_like(vector), jnp.zeros((), vector.dtype)
-        pairs = jnp.zeros((history, vector.size), vector.dtype)
+        vector, history = _flatten(_trained(params)), int(history_size)
+        if not vector.size:
+            raise ValueError("lbfgs needs at least one floating number to train; got none")
+
+        def zeros(*shape: int) -> jax.Array:  # each its own, so that the state can be donated
+            return jnp.zeros(shape, vector.dtype)
+
         return LBFGSState(
-            zero, zero, zero, nothing_yet, number, pairs, pairs, jnp.zeros(history, vector.dtype), zero, number + 1, nothing_yet
+            calls=jnp.zeros((), jnp.int32),
+            func_evals=jnp.zeros((), jnp.int32),
+            n_iter=jnp.zeros((), jnp.int32),
+            d=zeros(vector.size),
+            t=zeros(),
+            old_dirs=zeros(history, vector.size),
+            old_stps=zeros(history, vector.size),
+            ro=zeros(history),
+            added=jnp.zeros((), jnp.int32),
+            H_diag=jnp.ones((), vector.dtype),
+            prev_flat_grad=zeros(vector.size),
         )
 
     def update(
@@ -149,7 +165,7 @@ def lbfgs(  # noqa: PLR0917 - PyTorch's order
         rate = jnp.reshape(jnp.asarray(rate, x.dtype), ())
         options = _Options(rate, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn is not None)
         pairs = list(zip(leaves, grads, strict=True))
-        mask = _flatten([None if leaf is None else jnp.full(jnp.shape(leaf), grad is not None) for leaf, grad in pairs])
+        mask = np.concatenate([np.full(_size(leaf), grad is not None) for leaf, grad in pairs if leaf is not None])
 
         def evaluate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             def loss_of(x: jax.Array) -> jax.Array:
@@ -158,7 +174,10 @@ def lbfgs(  # noqa: PLR0917 - PyTorch's order
             loss, grad = jax.value_and_grad(loss_of)(x)
             return loss.astype(x.dtype), jnp.where(mask, grad, 0)
 
-        dense = [jnp.zeros_like(leaf) if leaf is not None and grad is None else grad for leaf, grad in pairs]
+        dense = [
+            None if leaf is None else jnp.zeros_like(leaf) if grad is None else jnp.asarray(grad, jnp.result_type(leaf))
+            for leaf, grad in pairs
+        ]
         start = jnp.asarray(value, x.dtype), _flatten(dense).astype(x.dtype)
         new, state = _step(x, start, state, evaluate, options)
         changes = _unflatten(new - x, leaves, [nothing(leaf) for leaf in jax.tree.leaves(params)])
@@ -277,24 +296,20 @@ def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _trained(params: PyTree) -> list[Any]:
-    """The leaves that are floating, None in the place of others.
-
-    Raises:
-      TypeError: one is complex.
-    """
-    leaves = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        dtype = jnp.result_type(leaf)
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            raise TypeError(f"lbfgs takes real parameters; got {dtype} at params{jax.tree_util.keystr(path)}")
-        leaves.append(leaf if jnp.issubdtype(dtype, jnp.floating) else None)
-    return leaves
+    """The leaves that are floating or complex, None in the place of others."""
+    return [leaf if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) else None for leaf in jax.tree.leaves(params)]
 
 
 def _flatten(leaves: list[Any]) -> jax.Array:
-    """The leaves that are not None in one vector, `[size]`."""
-    parts = [jnp.ravel(leaf) for leaf in leaves if leaf is not None]
-    return jnp.concatenate(parts) if parts else jnp.zeros(0)
+    """The leaves that are not None in one real vector, `[size]`: a complex number is two real ones."""
+    leaves = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
+    pairs = [jnp.stack([leaf.real, leaf.imag], axis=-1) if jnp.iscomplexobj(leaf) else leaf for leaf in leaves]
+    return jnp.concatenate(list(map(jnp.ravel, pairs))) if pairs else jnp.zeros(0)
+
+
+def _size(leaf: Any) -> int:
+    """How many real numbers it is."""
+    return jnp.size(leaf) * (2 if jnp.iscomplexobj(leaf) else 1)
 
 
 def _unflatten(vector: jax.Array, leaves: list[Any], others: list[Any]) -> list[Any]:
@@ -304,7 +319,9 @@ def _unflatten(vector: jax.Array, leaves: list[Any], others: list[Any]) -> list[
         if leaf is None:
             result.append(other)
             continue
-        size = jnp.size(leaf)
-        result.append(vector[begin : begin + size].reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf)))
+        size = _size(leaf)
+        part = vector[begin : begin + size]
+        part = jax.lax.complex(part[::2], part[1::2]) if jnp.iscomplexobj(leaf) else part
+        result.append(part.reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf)))
         begin += size
     return result

@@ -31,7 +31,8 @@ def muon(  # noqa: PLR0917 - PyTorch's order
 
     `b = momentum * b + (1 - momentum) * g`, `u = orthogonal(momentum * b + (1 - momentum) * g)` with `nesterov` and
     `orthogonal(b)` without, `p *= 1 - learning_rate * weight_decay`, `p -= learning_rate * ratio * u`. `orthogonal` computes in
-    bfloat16, as it does in PyTorch: an update is right to about a hundredth of it, whatever the parameter's type.
+    bfloat16, as it does in PyTorch: an update is right to about a hundredth of it, whatever the parameter's type. Where that is
+    bfloat16, without `nesterov` `b` is divided by its norm after each step: PyTorch's iteration begins in place.
 
     Weights are PyTorch's, `[out, in]`: those of flax, `[in, out]`, have another `ratio`. `optax.contrib.muon` is another rule:
     it computes in the parameter's type, does not weigh the gradient with `1 - momentum`, and takes other parameters to Adam.
@@ -78,6 +79,9 @@ def muon(  # noqa: PLR0917 - PyTorch's order
         rounded = leaf.rounded
         buffer = rounded(lerp(leaf.slots["momentum_buffer"], leaf.grad, 1 - momentum))
         direction = rounded(lerp(leaf.grad, buffer, momentum)) if nesterov else buffer
+        if not nesterov and leaf.dtype == jnp.bfloat16:
+            # The iteration's first step, the division by the norm, is done in place there: PyTorch keeps its result.
+            buffer = _normalized(buffer, eps)
         direction = orthogonal(direction, ns_coefficients, ns_steps, eps).astype(leaf.param.dtype)
         rate = leaf.values["learning_rate"] * _ratio(adjust_lr_fn, *leaf.param.shape)
         return leaf.moved(-rate * direction), {"momentum_buffer": buffer}
@@ -110,10 +114,7 @@ def orthogonal(matrix: jax.Array, coefficients: Sequence[Any], steps: Any, eps: 
     rounded = rounding_to(jnp.bfloat16)
     first, second, third = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = rounded(matrix.astype(jnp.float32))
-    x = x.T if is_tall else x
-    norm = rounded(jnp.sqrt(jnp.sum(x * x)))
-    x = rounded(x / jnp.maximum(norm, rounded(eps))).astype(jnp.bfloat16)
+    x = _normalized(matrix.T if is_tall else matrix, eps).astype(jnp.bfloat16)
 
     def iterate(_: Any, x: jax.Array) -> jax.Array:
         gram = rounded(_product(x, x.T))
@@ -126,6 +127,13 @@ def orthogonal(matrix: jax.Array, coefficients: Sequence[Any], steps: Any, eps: 
     else:  # from inject_hyperparams
         x = jax.lax.fori_loop(0, steps, iterate, x)
     return x.T if is_tall else x
+
+
+def _normalized(matrix: jax.Array, eps: Any) -> jax.Array:
+    """The matrix over its norm, in numbers of bfloat16."""
+    rounded = rounding_to(jnp.bfloat16)
+    x = rounded(matrix)
+    return rounded(x / jnp.maximum(rounded(jnp.sqrt(jnp.sum(x * x))), rounded(eps)))
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from funcgrad.torch_optim.arithmetic import Rounded, exact, is_zero, rounding_to
+from funcgrad.torch_optim.arithmetic import Rounded, exact, is_array, is_zero, rounding_to
 
 PyTree = Any
 
@@ -42,6 +42,7 @@ class Leaf(NamedTuple):
       param: its value.
       slots: its arrays.
       values: the numbers of this step, `[]`.
+      dtype: that of the parameter itself, or of its parts.
       rounded: what PyTorch rounds each result with.
     """
 
@@ -49,6 +50,7 @@ class Leaf(NamedTuple):
     param: jax.Array
     slots: dict[str, jax.Array]
     values: dict[str, Any]
+    dtype: Any
     rounded: Rounded
 
     def moved(self, *deltas: Any) -> jax.Array:
@@ -60,12 +62,19 @@ class Leaf(NamedTuple):
         keep, rounded = self.values.get("keep"), self.rounded
         if rounded is exact:
             update = functools.reduce(operator.add, deltas)
-            return update if keep is None else update + (self.param * keep - self.param)
-        # The difference of two close numbers is exact, so that adding it gives `new`.
+            if keep is None:
+                return update
+            info = jnp.finfo(self.param.dtype)
+            largest, smallest = float(info.max), float(info.tiny)
+            decay = jnp.asarray(keep, self.param.dtype) - 1
+            # An infinite parameter, a mask, stays one: infinity times zero would be NaN, and so would infinity less itself.
+            decay = jnp.where(decay == 0, -smallest, decay)
+            return update + jnp.clip(self.param * decay, -largest, largest)
         new = self.param if keep is None else rounded(self.param * keep)
         for delta in deltas:
             new = rounded(new + delta)
-        return jnp.where(new == self.param, 0, new - self.param)  # an infinite parameter, a mask, stays one
+        # The difference of two close numbers is exact, so that adding it gives `new`.
+        return jnp.where(new == self.param, 0, new - self.param)
 
 
 Values = tuple[dict[str, Any], dict[str, jax.Array]]
@@ -163,7 +172,7 @@ def gradients_of(updates: PyTree, params: PyTree) -> list[Any]:
 
     Raises:
       ValueError: the structures differ otherwise than by None, or a gradient has not the shape of its parameter.
-      TypeError: a parameter that is not floating has a gradient.
+      TypeError: a parameter that is not floating has a gradient, or a real one a complex gradient.
     """
     try:
         grads = jax.tree.structure(params).flatten_up_to(updates)
@@ -179,6 +188,10 @@ def gradients_of(updates: PyTree, params: PyTree) -> list[Any]:
             raise ValueError(f"the gradient of {name} must have its shape, {shape}; got {jnp.shape(grad)}")
         if not jnp.issubdtype(jnp.result_type(param), jnp.inexact):
             raise TypeError(f"{name} is {jnp.result_type(param)} and cannot be trained: give None as its gradient")
+        if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
+            raise TypeError(
+                f"{name} is {jnp.result_type(param)}, but its gradient is {jnp.result_type(grad)}: take its real part"
+            )
     return grads
 
 
@@ -227,9 +240,11 @@ def _update_leaf(  # noqa: PLR0917
     value, gradient = read(param), read(grad)
     gradient = -gradient if maximize else gradient
     if not is_zero(weight_decay):
-        gradient = rounded(gradient + rounded(weight_decay) * value)
+        decayed = rounded(gradient + rounded(weight_decay) * value)
+        # Infinity times an injected zero, which PyTorch would leave out.
+        gradient = jnp.where(weight_decay == 0, gradient, decayed) if is_array(weight_decay) else decayed
     values = {name: each.astype(wide) if _is_floating(each) else each for name, each in values.items()}
-    leaf = Leaf(gradient, value, {name: read(array) for name, array in slots.items()}, values, rounded)
+    leaf = Leaf(gradient, value, {name: read(array) for name, array in slots.items()}, values, real, rounded)
     update, new = rule.update(leaf)
     return write(update), {name: write(array) for name, array in new.items()}
 

@@ -48,10 +48,8 @@ def to_torch_state(opt_state: PyTree, params: PyTree) -> TorchState:
     """
     state = _only_state(opt_state)
     leaves, treedef = jax.tree.flatten(params)
+    slots = _slots(state, treedef)
     steps = np.zeros(len(leaves), np.int32) if state.step is None else np.asarray(state.step)
-    if len(steps) != len(leaves):
-        raise ValueError(f"the state is of {len(steps)} parameters, but params has {len(leaves)}")
-    slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
     # PyTorch counts in its default dtype, and SGD and Muon do not count.
     counted = {} if set(slots) <= {"momentum_buffer"} else {"step": steps.astype(np.float32)}
     numbers = counted | {name: np.asarray(number) for name, number in state.numbers.items()}
@@ -104,7 +102,7 @@ def from_torch_state(
     begun = transformation.init(params)
     state = _only_state(begun)
     leaves, treedef = jax.tree.flatten(params)
-    slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+    slots = _slots(state, treedef)
     entries = _read_entries(state_dict, state, slots, len(leaves))
     numbers = {name: np.array(number) for name, number in state.numbers.items()}
     steps = np.zeros(len(leaves), np.int32)
@@ -157,6 +155,26 @@ def _read_entries(
             )
         entries[index] = present
     return entries
+
+
+def _slots(state: State, treedef: Any) -> dict[str, list[Any]]:
+    """The arrays of each parameter.
+
+    Raises:
+      ValueError: the state is of other parameters.
+    """
+    sizes = {len(array) for array in (state.step, *state.numbers.values()) if array is not None}
+    try:
+        slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+        fits = not any(isinstance(array, optax.MaskedNode) for arrays in slots.values() for array in arrays)
+    except ValueError:
+        slots, fits = {}, False
+    if not fits or sizes - {treedef.num_leaves}:
+        raise ValueError(
+            f"the state is not of the {treedef.num_leaves} parameters in params, but of some of them. Under optax.masked and "
+            "optax.multi_transform, give the optimizer inside, its own state, and the parameters that it updates"
+        )
+    return slots
 
 
 def _count(count: int | None, entries: Mapping[int, Mapping[str, Any]]) -> int:

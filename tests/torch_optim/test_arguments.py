@@ -18,13 +18,19 @@ TWO_EPS = ((None, 1e-3), (-1.0, 1e-3), (1e-3, -1.0), (NAN, 1e-3), (0.0, 0.0))
 
 @pytest.mark.parametrize("name", twins.NAMES)
 def test_the_same_values_are_refused_as_in_pytorch(name):
-    choices = {"betas": PAIRS, "etas": ETAS, "step_sizes": ((1.0, 0.1),)} | ({"eps": TWO_EPS} if name == "adafactor" else {})
+    # What PyTorch's Muon refuses of these at the first step only is in test_muon.
+    at_once = {"ns_coefficients": (), "ns_steps": (), "adjust_lr_fn": ("original", "none")}
+    choices = (
+        at_once
+        | {"betas": PAIRS, "etas": ETAS, "step_sizes": ((1.0, 0.1),)}
+        | ({"eps": TWO_EPS} if name == "adafactor" else {})
+    )
     refused = 0
     for option, usual in twins.TWINS[name].options.items():
         for value in choices.get(option, (True, False) if isinstance(usual, bool) else NUMBERS):
             options = {option: value}
             try:
-                twins.in_torch(name, options, [torch.zeros(1, requires_grad=True)])
+                twins.in_torch(name, options, [torch.zeros(twins.TWINS[name].alone, requires_grad=True)])
             except ValueError:
                 refused += 1
                 with pytest.raises(ValueError, match=r"(must be|must have) .*; got "):
@@ -49,6 +55,11 @@ def test_defaults_are_pytorchs():
 def test_more_than_one_learning_rate():
     with pytest.raises(ValueError, match=r"learning_rate must be one number or a schedule; got an array of shape \(2,\)"):
         torch_optim.adam(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"learning_rate must be a number or a schedule; got dict. The parameters go to init"):
+        torch_optim.adamw({"w": jnp.ones(2)})
+    for betas in (0.9, (0.9,), (0.9, 0.99, 0.999)):
+        with pytest.raises(ValueError, match="betas must be two numbers; got"):
+            torch_optim.nadam(betas=betas)
     params = jnp.ones(3)
     one = torch_optim.sgd(jnp.full(1, 0.5))
     assert one.update(params, one.init(params), params)[0].tolist() == [-0.5] * 3
@@ -68,6 +79,11 @@ def test_what_does_not_fit_the_parameters():
             r"the gradient of params\['w'\] must have its shape, \(3,\); got \(\)",
         ),
         ({"w": None, "index": jnp.ones(2)}, TypeError, r"params\['index'\] is int32 and cannot be trained"),
+        (
+            {"w": jnp.ones(3) * 1j, "index": None},
+            TypeError,
+            r"\['w'\] is float32, but its gradient is complex64: take its real",
+        ),
     ):
         with pytest.raises(error, match=text):
             optimizer.update(grads, state, params)

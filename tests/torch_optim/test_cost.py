@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch_optim as benchmark
 
 from funcgrad import torch_optim
 
+pytestmark = pytest.mark.optimized
 SLACK = 1.05
 LEAVES = 10
 

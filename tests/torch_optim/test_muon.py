@@ -1,33 +1,21 @@
-"""Muon against PyTorch's, which runs beside it."""
-
-import itertools
+"""Muon: what is its own, beside what `test_optimizers` tries of all."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optimizer_runs
+import optimizer_twins as twins
 import pytest
 import torch
 from comparison import assert_identical, relative_difference
+from optimizer_twins import NEWTON_SCHULZ
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from funcgrad.torch_optim.muon import COEFFICIENTS, muon, orthogonal
-from funcgrad.torch_optim.schedules import step_lr
 
-STEPS = 100
-SHAPES = {"row": (1, 5), "square": (4, 4), "tall": (7, 3), "wide": (3, 6)}
-ABSENT = np.arange(STEPS) % 7 == 3
-DEFAULTS = {"weight_decay": 0.1, "momentum": 0.95, "ns_coefficients": COEFFICIENTS, "eps": 1e-7, "ns_steps": 5}
-OPTIONS = {"weight_decay": 0.0, "momentum": 0.5, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 3.0, "ns_steps": 3}
-SETS = [dict(chosen) for number in (0, 1, 2) for chosen in itertools.combinations(OPTIONS.items(), number)]
-RATE = 0.02
 # The steps of the optimizer that are not in bfloat16 differ by rounding; where that, or the order of a sum of products, moves a
 # number over the border between two numbers of bfloat16, which are 2**-8 apart, the iteration makes 2**-6 of it at most.
 BFLOAT16_TOLERANCE = 2**-6
-# Small matrices: whatever the order, their sums of products hardly ever cross a border (measured: 2e-15 in most
-# runs, 7e-6 at worst). One crossing moves a parameter by 2**-6 of a step.
-SMALL_TOLERANCE = 1e-3
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (4, 4), (8, 5), (5, 8)])
@@ -39,38 +27,15 @@ def test_the_iteration_bit_for_bit(x64, shape):
     assert_identical(got.astype(jnp.float32), np.stack(want))
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (32, 96), (96, 32)])
+@pytest.mark.parametrize("shape", [(16, 16), (64, 64), (32, 96), (96, 32), (256, 256)])
 def test_the_iteration_of_larger_matrices(shape):
     matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     got = np.asarray(orthogonal(jnp.asarray(matrix), COEFFICIENTS, 5, 1e-7).astype(jnp.float32))
     want = _zeropower_via_newtonschulz(torch.tensor(matrix), COEFFICIENTS, 5, 1e-7).float().numpy()
     assert np.max(np.abs(got - want)) <= BFLOAT16_TOLERANCE * np.max(np.abs(want))
-    assert relative_difference(got, want) <= BFLOAT16_TOLERANCE
-    # What it is for: singular values near 1.
-    assert np.all(np.abs(np.linalg.svd(got, compute_uv=False) - 1) < 0.5)
-
-
-@pytest.mark.parametrize(
-    ("nesterov", "adjust_lr_fn"), [(True, None), (False, None), (True, "match_rms_adamw"), (False, "match_rms_adamw")]
-)
-def test_options_and_pairs(x64, nesterov, adjust_lr_fn):
-    params, grads = optimizer_runs.gradients(SHAPES, STEPS)
-    arrays = jax.tree.map(jnp.asarray, (params, grads))
-    sets = SETS if nesterov and adjust_lr_fn is None else [chosen for chosen in SETS if len(chosen) < 2]
-
-    def run(options):
-        optimizer = muon(RATE, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn, **options)
-        return optimizer_runs.our_run(optimizer, *arrays, ABSENT)
-
-    columns = [DEFAULTS | chosen for chosen in sets]
-    columns = {name: jnp.asarray([column[name] for column in columns]) for name in DEFAULTS}
-    # The coefficients as three numbers.
-    columns["ns_coefficients"] = tuple(columns["ns_coefficients"].T)
-    results = jax.jit(jax.vmap(run))(columns)
-    for index, chosen in enumerate(sets):
-        options = DEFAULTS | chosen | {"nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
-        want = optimizer_runs.torch_run(lambda leaves: torch.optim.Muon(leaves, lr=RATE, **options), params, grads, ABSENT)
-        assert relative_difference(jax.tree.map(lambda leaf: leaf[index], results), want) <= SMALL_TOLERANCE, chosen
+    assert relative_difference(got, want) <= 8e-3  # as the documentation says
+    # What it is for: singular values near 1, but for the smallest of a square matrix.
+    assert np.mean(np.abs(np.linalg.svd(got, compute_uv=False) - 1) < 0.5) >= 0.9
 
 
 def test_original_is_the_default():
@@ -81,24 +46,13 @@ def test_original_is_the_default():
     matrix.grad = torch.ones((6, 2))
     torch.optim.Muon([matrix], adjust_lr_fn="original").step()
     updates, _ = jax.jit(twins[1].update)(params, twins[1].init(params), params)
-    assert relative_difference(params + updates, matrix.detach().numpy()) <= SMALL_TOLERANCE
+    assert relative_difference(params + updates, matrix.detach().numpy()) <= NEWTON_SCHULZ
 
 
-def test_both_types_with_a_schedule(x64):
-    def make(leaves):
-        optimizer = torch.optim.Muon(leaves, lr=RATE)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
-        optimizer.register_step_post_hook(lambda *_: scheduler.step())
-        return optimizer
-
-    params, grads = optimizer_runs.gradients(SHAPES, 20)
-    absent = ABSENT[:20]
-    optimizers = [muon(step_lr(RATE, 5, gamma=0.5)), optax.inject_hyperparams(muon)(step_lr(RATE, 5, gamma=0.5))]
-    for dtype, optimizer in zip((np.float32, np.float64), optimizers, strict=True):
-        arrays = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (params, grads))
-        got = jax.jit(lambda: optimizer_runs.our_run(optimizer, *arrays, absent))()
-        want = optimizer_runs.torch_run(make, params, grads, absent, dtype)
-        assert relative_difference(got, want) <= SMALL_TOLERANCE
+def test_without_nesterov_pytorch_normalizes_a_bfloat16_buffer_in_place(x64):
+    of_params, of_states = twins.compare("muon", "bfloat16", [({"nesterov": False}, False)], twins.ALWAYS)
+    assert max(of_params) <= twins.TWINS["muon"].bfloat16
+    assert max(of_states) == 0
 
 
 def test_a_leaf_without_a_gradient_stays():

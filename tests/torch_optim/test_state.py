@@ -20,8 +20,8 @@ def double_precision(x64):
 
 
 HALF = twins.STEPS // 2
-RICH = [twins.rich(name) for name in twins.NAMES]
-OURS = tuple(twins.here(name, options) for name, options in zip(twins.NAMES, RICH, strict=True))
+RICH = [twins.rich(name) for name in twins.OF_ANY_SHAPE]
+OURS = tuple(twins.here(name, options) for name, options in zip(twins.OF_ANY_SHAPE, RICH, strict=True))
 
 
 def with_none(grads):
@@ -78,9 +78,9 @@ def test_per_parameter_makes_plain_optax_skip_as_pytorch_does():
 
 @pytest.mark.usefixtures("double_precision")
 def test_a_run_crosses_the_border_both_ways():
-    problems = [twins.problem(name, "float64", 1) for name in twins.NAMES]
+    problems = [twins.problem(name, "float64", 1) for name in twins.OF_ANY_SHAPE]
     saved, unbroken = {}, {}
-    for name, options, given in zip(twins.NAMES, RICH, problems, strict=True):
+    for name, options, given in zip(twins.OF_ANY_SHAPE, RICH, problems, strict=True):
 
         def save(step, optimizer, params, name=name):
             if step == HALF - 1:
@@ -95,14 +95,16 @@ def test_a_run_crosses_the_border_both_ways():
     begun = [[jnp.asarray(param) for param in given.params] for given in problems]
     halves = [[[grad[part] for grad in given.grads] for given in problems] for part in (slice(HALF), slice(HALF, None))]
     passed, states = twins.run_here(OURS, begun, twins.begin(OURS, begun), halves[0], twins.ALWAYS)
-    params = [[jnp.asarray(param) for param in saved[name][1]] for name in twins.NAMES]
+    params = [[jnp.asarray(param) for param in saved[name][1]] for name in twins.OF_ANY_SHAPE]
     loaded = [
         torch_optim.from_torch_state(saved[name][0], each, optimizer)
-        for name, each, optimizer in zip(twins.NAMES, params, OURS, strict=True)
+        for name, each, optimizer in zip(twins.OF_ANY_SHAPE, params, OURS, strict=True)
     ]
     assert jax.tree.structure(loaded) == jax.tree.structure(states)
     went_on, _ = twins.run_here(OURS, params, loaded, halves[1], twins.ALWAYS)
-    for name, options, given, first, second, state in zip(twins.NAMES, RICH, problems, passed, went_on, states, strict=True):
+    for name, options, given, first, second, state in zip(
+        twins.OF_ANY_SHAPE, RICH, problems, passed, went_on, states, strict=True
+    ):
         rest = [array[HALF:] for array in unbroken[name]]
         assert twins.worst_difference(second, rest, given.params) <= FLOAT64_TOLERANCE
 
@@ -158,8 +160,16 @@ def test_states_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=text):
             read(state_dict, params, optimizer)
-    with pytest.raises(ValueError, match="the state is of 1 parameters, but params has 2"):
+    with pytest.raises(ValueError, match="the state is not of the 2 parameters in params, but of some of them"):
         torch_optim.to_torch_state(adam.init(params), {"w": jnp.ones(2), "b": jnp.ones(())})
+    params = {"w": jnp.ones(2), "b": jnp.ones(2)}
+    for inner in (adam, sgd):
+        masked = optax.masked(inner, {"w": True, "b": False})
+        with pytest.raises(ValueError, match=r"Under optax.masked and optax.multi_transform, give the optimizer inside"):
+            read({0: entry}, params, masked)
+        with pytest.raises(ValueError, match=r"Under optax.masked and optax.multi_transform, give the optimizer inside"):
+            torch_optim.to_torch_state(masked.init(params), params)
+    params = {"w": jnp.ones(2)}
     assert torch_optim.to_torch_state(torch_optim.sgd().init(params), params) == {}
     assert read({}, params, torch_optim.sgd()) == torch_optim.sgd().init(params)
     assert read({0: {"momentum_buffer": None}}, params, sgd).step.tolist() == [0]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 Rate = Any
 Count = Any
+Claims = Literal["always", "first", "never"]
 # Beyond any count: a closed form that holds for ever.
 ALWAYS = math.inf
 
@@ -49,7 +50,7 @@ class Schedule:
     growth: Callable[[Count], Rate] | None = None
     until: float = 0
     momentum: "Schedule | None" = None
-    claims: Literal["always", "first", "never"] = "never"
+    claims: Claims = "never"
     kind: Literal["plain", "chain", "sequence"] = "plain"
 
     def __call__(self, count: Count) -> jax.Array:

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
-from funcgrad.torch_optim.schedules.base import Count, Rate, Schedule, as_float, integer, walk
+from funcgrad.torch_optim.schedules.base import Claims, Count, Rate, Schedule, as_float, integer, walk
 
 
 def sequential_lr(learning_rate: Rate, schedulers: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:
@@ -76,7 +77,7 @@ def sequential_lr(learning_rate: Rate, schedulers: Sequence[Schedule], milestone
     def first(*_: Rate) -> Rate:
         return phases[0][0].begin(as_float(initial))
 
-    return Schedule(learning_rate, first, step, _no_restart, after, first, kind="sequence")
+    return Schedule(initial, first, step, _no_restart, after, first, claims=_claims_of(schedulers), kind="sequence")
 
 
 def chained_scheduler(learning_rate: Rate, schedulers: Sequence[Schedule]) -> Schedule:
@@ -108,7 +109,7 @@ def chained_scheduler(learning_rate: Rate, schedulers: Sequence[Schedule]) -> Sc
     Reference:
       https://docs.pytorch.org/docs/stable/generated/torch.optim.lr_scheduler.ChainedScheduler.html
     """
-    _check_all("chained_scheduler", learning_rate, schedulers)
+    shared = _check_all("chained_scheduler", learning_rate, schedulers)
     members = tuple(schedulers)
 
     def step(rate: Rate, count: Count) -> Rate:
@@ -146,7 +147,7 @@ def chained_scheduler(learning_rate: Rate, schedulers: Sequence[Schedule]) -> Sc
         return step(rate, jnp.asarray(0))
 
     return Schedule(
-        learning_rate,
+        shared,
         first,
         step,
         _no_restart,
@@ -155,6 +156,7 @@ def chained_scheduler(learning_rate: Rate, schedulers: Sequence[Schedule]) -> Sc
         sets=sets,
         growth=growth,
         until=until,
+        claims=_claims_of(schedulers),
         kind="chain",
     )
 
@@ -171,7 +173,12 @@ def _no_restart(rate: Rate) -> Rate:
 
 
 def _claims(schedule: Schedule, place: int) -> bool:
-    return schedule.kind == "plain" and (schedule.claims == "always" or (schedule.claims == "first" and place == 0))
+    return schedule.claims == "always" or (schedule.claims == "first" and place == 0)
+
+
+def _claims_of(schedulers: Sequence[Schedule]) -> Claims:
+    """What schedules that are constructed one after the other claim together."""
+    return "always" if any(schedule.claims == "always" for schedule in schedulers) else schedulers[0].claims
 
 
 def _check_all(name: str, learning_rate: Rate, schedulers: Sequence[Any]) -> Rate:
@@ -195,8 +202,8 @@ def _check_all(name: str, learning_rate: Rate, schedulers: Sequence[Any]) -> Rat
 
 
 def _check_same(name: str, place: int, got: Rate, wanted: Rate) -> None:
-    numbers = isinstance(got, (int, float)) and isinstance(wanted, (int, float))
-    if numbers and got != wanted:
+    known = not any(isinstance(rate, Tracer) for rate in (got, wanted))
+    if known and not jnp.array_equal(as_float(got), as_float(wanted)):
         raise ValueError(
             f"{name} needs schedules with one base rate, as PyTorch's share an optimizer; got {got!r} at index {place} and "
             f"{wanted!r} before. Make all of them with the same learning_rate"
