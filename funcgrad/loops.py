@@ -139,10 +139,10 @@ def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int, *, in_t
 
     Small microbatches: each time around, all sums are read and written, and operations that are too small for all cores wait
     for each other. Two microbatches in a loop body save half of the one, and run beside each other (a multilayer perceptron
-    takes .83 to .93 times as long, a transformer with two rows in a microbatch .82), four of them save some percent more; but
-    not where the loss has a loop itself, a recurrent network (up to 1.28). They cost the memory of as many microbatches more:
-    too much where that is more than 16 MiB, or, with `in_turn`, more than the results of one, the gradients. Figures:
-    benchmarks/README.md.
+    takes .83 to .93 times as long, a transformer with two rows in a microbatch .82), four of them, or all of a few, save some
+    percent more; but not where the loss has a loop itself, a recurrent network (up to 1.28). They cost the memory of as many
+    microbatches more: two of them too much where one needs more than 16 MiB, more of them where it needs more than a third of
+    that; and with `in_turn` two where one needs more than twice its results, the gradients. Figures: benchmarks/README.md.
     """
     if platform != "cpu":
         return "scan"
@@ -154,7 +154,9 @@ def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int, *, in_t
     live = live_bytes(jaxpr)
     if in_turn:  # the results are alive, too, so twice their bytes leave as much for the rest
         return 2 if live <= min(SMALL_MEMORY, 2 * output_bytes(jaxpr)) else "scan"
-    return next((each for each in (4, 2) if (each - 1) * live <= SMALL_MEMORY), "scan")
+    if 3 * live <= SMALL_MEMORY:
+        return num if num <= FEW_CALLS else 4
+    return 2 if live <= SMALL_MEMORY else "scan"
 
 
 def prefers_host(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> bool:

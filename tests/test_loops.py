@@ -30,7 +30,7 @@ class TestAuto:
 
     @pytest.mark.parametrize(
         ("rows", "width", "loop", "in_turn"),
-        [(4, 64, 4, 2), (1024, 64, 4, "scan"), (4, 1024, 2, 2), (4, 2048, "scan", "scan")],
+        [(4, 64, 8, 2), (1024, 64, 8, "scan"), (4, 1024, 2, 2), (4, 2048, "scan", "scan")],
         ids=["large gradients", "large activations", "some memory", "too much memory"],
     )
     def test_more_microbatches_a_loop_body_where_that_costs_little_memory(self, rows, width, loop, in_turn):
@@ -41,6 +41,7 @@ class TestAuto:
         assert loops.choose(closed, "cpu", 8) == loop
         assert loops.choose(closed, "cpu", 8, in_turn=True) == in_turn
         assert loops.choose(closed, "gpu", 8) == "scan"
+        assert loops.choose(closed, "cpu", 64) == (4 if loop == 8 else loop)
 
     def test_a_loop_in_the_loss(self):
         closed = jax.make_jaxpr(jax.jit(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0]))(1.0)

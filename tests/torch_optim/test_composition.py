@@ -114,6 +114,22 @@ def test_none_passes_through_chains_and_masks(name):
     assert moved["b"] != params["b"]
 
 
+def test_complex_parameters_with_the_conjugate_of_jax_s_gradient():
+    start = np.array([1 + 2j, -0.5j], np.complex64)
+    theirs = torch.tensor(start, requires_grad=True)
+    optimizer = torch.optim.AdamW([theirs], lr=0.1)
+    conjugate = optax.stateless(lambda grads, params: jax.tree.map(jnp.conj, grads))
+    ours = optax.chain(conjugate, torch_optim.adamw(0.1))
+    state = fg.TrainState.create(jnp.asarray(start), ours)
+    step = fg.train_step(lambda z, x: jnp.mean(jnp.abs(z[0] * x + z[1] * z[0] - 1j) ** 2), ours, num_microbatches=2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (theirs[0] * torch.tensor(X[:, 0]) + theirs[1] * theirs[0] - 1j).abs().square().mean().backward()
+        optimizer.step()
+        state, _ = step(state, X[:, 0])
+    assert relative_difference(state.params, theirs.detach().numpy()) <= FLOAT32_TOLERANCE
+
+
 def test_hyperparameters_that_are_set_between_steps():
     """A momentum that was 0 begins its buffer when it is not, and without dampening the first time, as in PyTorch."""
     w, p = torch.tensor(1.0, requires_grad=True), stateful.Parameter(jnp.array(1.0))

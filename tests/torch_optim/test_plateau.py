@@ -53,3 +53,7 @@ def test_plateau_without_a_value_keeps_the_rate():
     updates, kept = optimizer.update(jnp.ones(2), state)
     np.testing.assert_array_equal(updates, np.ones(2))
     assert kept is state
+    _, after = optimizer.update(jnp.ones(2), state, value=jnp.ones(1))
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    with pytest.raises(ValueError, match=r"needs one number as value; got an array of shape \(2,\)"):
+        optimizer.update(jnp.ones(2), state, value=jnp.ones(2))

@@ -1,8 +1,6 @@
-"""Schedules that are a given function of the count, and cosine annealing."""
+"""Cosine annealing."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,38 +10,10 @@ from funcgrad.torch_optim.schedules.base import (
     Rate,
     Schedule,
     as_float,
-    check_function,
     nonzero,
     one_plus_cos,
     setting,
 )
-
-
-def lambda_lr(learning_rate: Rate, lr_lambda: Callable[[Any], Any]) -> Schedule:
-    """`torch.optim.lr_scheduler.LambdaLR`: the base rate times a function of the count.
-
-    `rate(t) = learning_rate * lr_lambda(t)`.
-
-    Args:
-      learning_rate: the base rate.
-      lr_lambda: `count -> factor`; under jit it is traced: `jnp.where` in place of `if`.
-
-    Returns:
-      A schedule, `count -> learning rate`.
-
-    Raises:
-      TypeError: `lr_lambda` is no function.
-
-    Example:
-      >>> schedule = lambda_lr(1.0, lambda count: 0.5**count)
-      >>> [float(schedule(count)) for count in range(3)]
-      [1.0, 0.5, 0.25]
-
-    Reference:
-      https://docs.pytorch.org/docs/stable/generated/torch.optim.lr_scheduler.LambdaLR.html
-    """
-    check_function("lr_lambda", lr_lambda)
-    return setting(learning_rate, lambda count: as_float(learning_rate) * lr_lambda(count))
 
 
 def cosine_annealing_lr(learning_rate: Rate, T_max: int, eta_min: Rate = 0.0) -> Schedule:

@@ -64,7 +64,7 @@ def reduce_lr_on_plateau(  # noqa: PLR0917 - PyTorch's order
       A transformation; its state has the present `learning_rate`.
 
     Raises:
-      ValueError: `factor` is 1 or more, or a mode is unknown.
+      ValueError: `factor` is 1 or more, or a mode is unknown; in `update`, where `value` is not one number.
 
     Example:
       >>> optimizer = optax.chain(optax.sgd(1.0), reduce_lr_on_plateau(1.0, factor=0.5, patience=1))
@@ -115,6 +115,10 @@ def reduce_lr_on_plateau(  # noqa: PLR0917 - PyTorch's order
         base = as_float(learning_rate)
         scale = jnp.where(state.learning_rate == base, 1.0, state.learning_rate / base)
         updates = jax.tree.map(lambda leaf: leaf * scale.astype(jnp.result_type(leaf)), updates)
-        return updates, state if value is None else step(state, as_float(value))
+        if value is None:
+            return updates, state
+        if jnp.size(value) != 1:
+            raise ValueError(f"reduce_lr_on_plateau needs one number as value; got an array of shape {jnp.shape(value)}")
+        return updates, step(state, jnp.reshape(as_float(value), ()))
 
     return optax.GradientTransformationExtraArgs(init, update)
