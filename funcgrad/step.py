@@ -248,7 +248,7 @@ class TrainStep:
         like = jax.eval_shape(functools.partial(self._microbatch, constants), inputs, call.carry, np.int32(0))
         sums = window.close(sums._replace(buffer=buffer), call.split)
         state = put_together(dataclasses.replace(rest, buffer=sums.buffer), constants.static)
-        state, metrics = self._end_window(call, list(constants.mask), state, sums, like)
+        state, metrics = self._end_window(call, list(constants.mask), state, sums, like, alone=True)
         return take_apart(state)[0], metrics
 
     def _whole_window(self, state: TrainState, args: Any, kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -263,9 +263,11 @@ class TrainStep:
             return self._microbatch(_Constants(static, tuple(mask), tail), inputs, carry, index)
 
         sums, like = window.fold_batch(call, state.buffer, differentiate)
-        return self._end_window(call, mask, state, sums, like)
+        return self._end_window(call, mask, state, sums, like, alone=False)
 
-    def _end_window(self, call: Call, mask: list[bool], state: TrainState, sums: Window, like: Micro) -> tuple[TrainState, Any]:
+    def _end_window(
+        self, call: Call, mask: list[bool], state: TrainState, sums: Window, like: Micro, *, alone: bool
+    ) -> tuple[TrainState, Any]:
         options, optimizer = self._options, self._optimizer
         loss, aux = window.read_window(sums, like, call.split, options)
 
@@ -275,7 +277,7 @@ class TrainStep:
             return optimizer.update(grads, opt_state, params, **update.accepted(optimizer, offered))
 
         state = dataclasses.replace(state, buffer=sums.buffer)
-        state, metrics = update.update_state(optimizer, state, call_optimizer, may_be_empty=options.skip_nonfinite)
+        state, metrics = update.update_state(optimizer, state, call_optimizer, may_be_empty=options.skip_nonfinite, alone=alone)
         metrics = {"loss": loss, **metrics} | ({"aux": aux} if options.has_aux else {})
         return state, metrics | ({"carry": sums.carry} if options.carry_argnum is not None else {})
 

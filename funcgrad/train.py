@@ -187,6 +187,6 @@ def micro_steps(
                 )
                 raise
 
-        return update_state(optimizer, state, call_optimizer, may_be_empty=True)
+        return update_state(optimizer, state, call_optimizer, may_be_empty=True, alone=True)
 
     return Steps(JittedBackward(backward, donate=donate), JittedStep(update, donate=donate))

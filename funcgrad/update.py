@@ -23,6 +23,7 @@ def update_state(
     call_optimizer: Callable[..., tuple[PyTree, PyTree]],
     *,
     may_be_empty: bool,
+    alone: bool,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One optimizer step with the mean of `state.buffer`, which is then cleared.
 
@@ -30,6 +31,7 @@ def update_state(
       optimizer, state: as for the steps.
       call_optimizer: `(grads, opt_state, params) -> (updates, opt_state)`.
       may_be_empty: whether nothing may have been folded in; then nothing is updated.
+      alone: whether the program does nothing else, so that its memory is all that a window's end needs.
 
     Returns:
       `(state, metrics)`: `grad_norm`, `weight` and `skipped`, each `[]`.
@@ -53,7 +55,8 @@ def update_state(
     params, opt_state, step = carried
     weight = buffer.weight if buffer.compensation is None else buffer.weight + buffer.compensation[1]
     metrics = {"grad_norm": grad_norm, "weight": weight, "skipped": buffer.skipped}
-    return TrainState(trees.combine(params, rest), opt_state, _clear(buffer, squares), step), metrics
+    sizes = jax.tree.map(lambda _: grad_norm, squares) if alone else squares
+    return TrainState(trees.combine(params, rest), opt_state, _clear(buffer, sizes), step), metrics
 
 
 def accepted(optimizer: optax.GradientTransformation, offered: dict[str, Any]) -> dict[str, Any]:
@@ -67,25 +70,28 @@ def _sum_of_squares(leaf: jax.Array) -> jax.Array:
     return optax.tree.norm(leaf.astype(trees.at_least_float32(leaf.dtype)), squared=True)
 
 
-def _clear(buffer: GradBuffer, squares: PyTree) -> GradBuffer:
-    """`zero_grad(buffer)`, in the memory of the sums, once they are read; `squares` is the sum of squares of each gradient.
+def _clear(buffer: GradBuffer, sizes: PyTree) -> GradBuffer:
+    """`zero_grad(buffer)`, in the memory of the sums, once they are read; `sizes` has for each leaf a norm, known then.
 
     A constant zero XLA writes whenever it likes, before the sums are read too, which then need a second copy of all
     gradients (measured with jax 0.10.2 on CPU: 30 MB of temporary memory, not 12, for 19 MB of parameters; an
-    `optimization_barrier` changes nothing). So the zero is computed from the squares: their sum is never negative, and NaN is
-    not either, but XLA has to read the sums to know. Each leaf has its own, for one of all leaves, the norm, would have the
-    first leaf wait for the last (1.08 times the step of a multilayer perceptron). tests/test_memory_use.py guards it.
+    `optimization_barrier` changes nothing). So the zero is computed from a norm: that is never negative, and NaN is not
+    either, but XLA has to read the sums to know. tests/test_memory_use.py guards it.
+
+    With the norm of all leaves, the first leaf waits for the last, and XLA keeps no copies. In a step of a whole window, where
+    there is memory that the microbatches needed before, each leaf has its own: waiting would take 1.08 times as long for a
+    multilayer perceptron.
     """
     cleared = jax.tree.map(jnp.zeros_like, buffer)
 
-    def clear(squares: jax.Array, leaf: jax.Array) -> jax.Array:
+    def clear(size: jax.Array, leaf: jax.Array) -> jax.Array:
         if not leaf.ndim:
             return jnp.zeros_like(leaf)  # costs no memory, and so no operation
         # Without shard_alike, the zeros of a sharded leaf would be whole on every device.
-        return shard_alike(leaf, jnp.zeros_like(leaf) + (squares < 0).astype(leaf.dtype))[1]
+        return shard_alike(leaf, jnp.zeros_like(leaf) + (size < 0).astype(leaf.dtype))[1]
 
-    grads = jax.tree.map(clear, squares, buffer.grads)
+    grads = jax.tree.map(clear, sizes, buffer.grads)
     if buffer.compensation is None:
         return dataclasses.replace(cleared, grads=grads)
-    low = jax.tree.map(clear, squares, buffer.compensation[0])
+    low = jax.tree.map(clear, sizes, buffer.compensation[0])
     return dataclasses.replace(cleared, grads=grads, compensation=(low, cleared.compensation[1]))

@@ -76,7 +76,8 @@ def test_an_update_makes_no_copies():
     state = jax.eval_shape(lambda params: fg.TrainState.create(params, optimizer), model.params)
     steps = fg.micro_steps(model.loss_fn, optimizer)
     update = steps.update.lower(state).compile().memory_analysis()
-    assert update.temp_size_in_bytes <= 1.01 * _bytes(model.params)
+    copies = 0 if jax.__version_info__ >= (0, 10) else 1
+    assert update.temp_size_in_bytes <= (copies + 0.01) * _bytes(model.params)
     skipping = fg.train_step(model.loss_fn, optimizer, num_microbatches=NUM, skip_nonfinite=True)
     analysis = skipping.lower(state, model.batch).compile().memory_analysis()
     assert analysis.temp_size_in_bytes <= 1.1 * _temporary_bytes("skipping")
