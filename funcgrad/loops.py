@@ -117,6 +117,9 @@ MIN_WORK_OF_A_CALL = 2e6
 FEW_CALLS = 8
 SMALL_WORK = 1e9
 
+# No more microbatches than this may all stand in one loop body.
+FEW_SIDE_BY_SIDE = 8
+
 # Bytes that nobody misses.
 SMALL_MEMORY = 16 * 2**20
 
@@ -135,14 +138,14 @@ def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int, *, in_t
     Convolutions: the passes that turn them into fast library calls do not reach into loop bodies, and they take 5 to 10 times
     as long there. Unrolled microbatches are fast, because XLA on CPU computes them side by side; for the same reason they need
     the memory of the whole batch, and they compile for as many times as long as there are microbatches. `"ordered"` gives the
-    memory of a scan for up to 1.4 times the time (see `_zero_after`); `train_step` has both (see `prefers_host`).
+    memory of a scan for up to 1.4 times the time (see `_zero_after`); `train_step` has both (see `microbatches_a_call`).
 
     Small microbatches: each time around, all sums are read and written, and operations that are too small for all cores wait
     for each other. Two microbatches in a loop body save half of the one, and run beside each other (a multilayer perceptron
     takes .83 to .93 times as long, a transformer with two rows in a microbatch .82), four of them, or all of a few, save some
-    percent more; but not where the loss has a loop itself, a recurrent network (up to 1.28). They cost the memory of as many
-    microbatches more: two of them too much where one needs more than 16 MiB, more of them where it needs more than a third of
-    that; and with `in_turn` two where one needs more than twice its results, the gradients. Figures: benchmarks/README.md.
+    percent more; but not where the loss has a loop itself, a recurrent network (up to 1.28). Each costs the memory of one
+    microbatch more: too much where that is more than 16 MiB, or where all but the first need more than 32 MiB. With `in_turn`
+    there are two at most, where one needs less than twice its results, the gradients. Figures: benchmarks/README.md.
     """
     if platform != "cpu":
         return "scan"
@@ -151,27 +154,36 @@ def choose(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int, *, in_t
         return ("ordered" if in_turn else "unroll") if num <= MAX_UNROLLED else "scan"
     if holds_loop(jaxpr):
         return "scan"
+    if in_turn:
+        return 2 if _gradients_outweigh(jaxpr) else "scan"
     live = live_bytes(jaxpr)
-    if in_turn:  # the results are alive, too, so twice their bytes leave as much for the rest
-        return 2 if live <= min(SMALL_MEMORY, 2 * output_bytes(jaxpr)) else "scan"
-    if 3 * live <= SMALL_MEMORY:
-        return num if num <= FEW_CALLS else 4
-    return 2 if live <= SMALL_MEMORY else "scan"
+    if live > SMALL_MEMORY:
+        return "scan"
+    most = num if num <= FEW_SIDE_BY_SIDE else 4
+    return most if (most - 1) * live <= 2 * SMALL_MEMORY else 2
 
 
-def prefers_host(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> bool:
-    """Whether a step that stands in no trace should call the program of one microbatch again and again, `loop="host"`.
+def microbatches_a_call(closed: jax.extend.core.ClosedJaxpr, platform: str, num: int) -> int:
+    """How many microbatches a program should hold that a step, which stands in no trace, calls again and again; 0: one of all.
 
-    Such a loop has the memory of a scan, compiles once whatever the number of microbatches, and reaches convolutions, so it is
-    the best form for these on CPU. Without them a scan is as fast or faster there, and on accelerators it keeps the device busy
-    without the host. A call costs some 10 microseconds, too much only for very small microbatches; and for a few small ones,
+    Such a loop, `loop="host"`, has the memory of a scan, compiles once whatever the number of microbatches, and reaches
+    convolutions, so it is the best form for these on CPU. Without them a scan is as fast or faster there, and on accelerators
+    it keeps the device busy without the host. There are two in a call where there would be two in a loop body, which halves
+    what the calls cost. A call costs some 30 microseconds, too much only for very small microbatches; and for a few small ones,
     one program in the `"ordered"` form is faster still (.93 and .95 times as long for the convolutional network of the
     benchmarks, 2 and 8 microbatches) and compiles as fast.
     """
-    if platform != "cpu" or not holds_convolution(closed.jaxpr):
-        return False
+    jaxpr = closed.jaxpr
     least = MIN_WORK_OF_A_CALL if num > FEW_CALLS else SMALL_WORK
-    return arithmetic(closed.jaxpr) >= least
+    if platform != "cpu" or not holds_convolution(jaxpr) or arithmetic(jaxpr) < least:
+        return 0
+    return 2 if num % 2 == 0 and not holds_loop(jaxpr) and _gradients_outweigh(jaxpr) else 1
+
+
+def _gradients_outweigh(jaxpr: jax.extend.core.Jaxpr) -> bool:
+    """Whether a second microbatch beside the first costs little memory: less than the gradients, the results, and 16 MiB."""
+    # The results are alive, too, so twice their bytes leave as much for the rest.
+    return live_bytes(jaxpr) <= min(SMALL_MEMORY, 2 * output_bytes(jaxpr))
 
 
 def is_staging() -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -56,15 +56,15 @@ class _Plan(NamedTuple):
         where the step is one program.
       mask: which leaves of the parameters are trained.
       fold: the program that folds microbatches of equal size: see `TrainStep._fold_program`.
-      num: how often it is called.
+      calls: how often it is called.
       tail: the program that folds a smaller last one, where there is one.
-      sharding: that of arrays which were put on a device by name; None if there are none.
+      sharding: the device that some arrays were put on by name; None if there are none.
     """
 
     begin: Callable[[], tuple[Window, jax.Array]] | None
     mask: tuple[bool, ...] = ()
     fold: Any = None
-    num: int = 1
+    calls: int = 0
     tail: Any = None
     sharding: Any = None
 
@@ -120,16 +120,16 @@ class TrainStep:
             return self._program(state, *args, **kwargs)
         # Once, and not at every microbatch, NumPy's arrays go to the device, and what the state will overwrite is copied.
         args, kwargs = unshared(arrays, (args, kwargs)) if self._donate else (args, kwargs)
-        args, kwargs = jax.tree.map(_on_device, (args, kwargs))
+        args, kwargs = jax.tree.map(functools.partial(_on_device, plan.sharding), (args, kwargs))
         if plan.sharding is not None:
-            arrays = jax.tree.map(functools.partial(_bound, plan.sharding), arrays)
+            arrays = jax.tree.map(functools.partial(_on_device, plan.sharding), arrays)
         inputs = _Inputs(arrays.params, args, kwargs)
         buffer = arrays.buffer if self._donate else jax.tree.map(jnp.copy, arrays.buffer)
         zeros, index = plan.begin()
         sums = zeros._replace(buffer=buffer, carry=jax.tree.map(jnp.copy, self._carry(static, inputs)))
         (reused, numbers), treedef = _flat(sums)
         leaves = jax.tree.leaves(inputs)
-        for _ in range(plan.num):
+        for _ in range(plan.calls):
             reused, numbers, index = plan.fold(reused, numbers, index, leaves)
         if plan.tail is not None:
             reused, numbers, index = plan.tail(reused, numbers, index, leaves)
@@ -165,15 +165,18 @@ class TrainStep:
         whole, structure = jax.tree.flatten(arrays)
         # At every step, so as little as will do: the state's leaves lie where the first parameter lies.
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in whole)
-        bound = _sharding_that_binds((first, *leaves)) is not None
-        key = static, treedef, structure, shapes, tuple(map(kind_of, (first, *leaves))), bound
+        # What comes of arrays that are bound to a device is bound to it, too, and then all should be: what is not is to
+        # jax.jit another program.
+        bound = next((leaf for leaf in (*whole, *leaves) if getattr(leaf, "committed", False)), None)
+        sharding = None if bound is None else jax.sharding.SingleDeviceSharding(next(iter(bound.sharding.device_set)))
+        key = static, treedef, structure, shapes, tuple(map(kind_of, (first, *leaves))), sharding
         if key not in self._plans:
             if loops.is_staging():  # a plan may outlive the trace
                 return _ONE_PROGRAM
-            self._plans[key] = self._make_plan(static, arrays, inputs)
+            self._plans[key] = self._make_plan(static, arrays, inputs, sharding)
         return self._plans[key]
 
-    def _make_plan(self, static: Static | None, arrays: TrainState, inputs: _Inputs) -> _Plan:
+    def _make_plan(self, static: Static | None, arrays: TrainState, inputs: _Inputs, sharding: Any) -> _Plan:
         call = self._call(static, inputs)
         split, platform = call.split, _platform(inputs)
         if split.count == 1 or platform is None:
@@ -184,9 +187,10 @@ class TrainStep:
         microbatch = functools.partial(self._microbatch, constants)
         carry = jax.eval_shape(lambda inputs: self._carry(static, inputs), inputs)
         closed, like = jax.make_jaxpr(microbatch, return_shape=True)(inputs, carry, np.int32(0))
-        if not (self._host or loops.prefers_host(closed, platform, split.num)):
+        each = 1 if self._host else loops.microbatches_a_call(closed, platform, split.num)
+        if not each:
             return _ONE_PROGRAM
-        # A plan keeps no arrays alive.
+        # A plan keeps no arrays of the state's alive.
         buffer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays.buffer)
 
         def begin() -> tuple[Window, jax.Array]:
@@ -195,20 +199,18 @@ class TrainStep:
         # All that can be wrong with the arguments shows here, before anything is given away.
         zeros, index = jax.eval_shape(begin)
         sums = zeros._replace(buffer=arrays.buffer, carry=carry)
-        fold = self._fold_program(constants, sums, inputs)
-        tail = self._fold_program(constants._replace(tail=True), sums, inputs) if split.tail else None
+        fold = self._fold_program(constants, each, sums, inputs)
+        tail = self._fold_program(constants._replace(tail=True), 1, sums, inputs) if split.tail else None
         (reused, numbers), treedef = _flat(sums)
         for program in (fold,) if tail is None else (fold, tail):
             reused, numbers, index = program.eval_shape(reused, numbers, index, jax.tree.leaves(inputs))
         sums = _unflat(treedef, reused, numbers)
         self._finish.eval_shape(constants, _without_buffer(arrays), *_apart(sums), *inputs[1:])
-        # What comes of arrays that are bound to a device is bound to it, too; what is not is another program.
-        sharding = _sharding_that_binds(jax.tree.leaves(inputs))
         start = jax.jit(begin, out_shardings=sharding)
         # Where there is nothing that a microbatch overwrites, it can be the same each time.
         if not _flat(zeros)[0][0]:
             start = functools.partial(_same, start())
-        return _Plan(start, mask, fold, split.num, tail, sharding)
+        return _Plan(start, mask, fold, split.num // each, tail, sharding)
 
     def _call(self, static: Static | None, inputs: _Inputs) -> Call:
         return Call(self._loss_fn, self._options, (with_static(inputs.params, static), *inputs.args), inputs.kwargs)
@@ -223,20 +225,22 @@ class TrainStep:
         reducers.check_aux(self._options.aux, micro.aux, call.split.rows_of(index))
         return micro
 
-    def _fold_program(self, constants: _Constants, sums: Window, inputs: _Inputs) -> Any:
-        """The program that folds a microbatch into sums like `sums`, whose arrays it overwrites.
+    def _fold_program(self, constants: _Constants, each: int, sums: Window, inputs: _Inputs) -> Any:
+        """The program that folds `each` microbatches into sums like `sums`, whose arrays it overwrites; each plan has its own.
 
-        It takes and gives lists, and counts the microbatches itself: with trees, and the index as an argument, a call takes 55
-        microseconds of the host's time, not 30.
+        It takes and gives lists, and counts the microbatches itself. With a small network of 6 parameters a call then takes 30
+        microseconds of the host's time; with trees, and the index as an argument, it took 55.
         """
         treedef, whole = _flat(sums)[1], jax.tree.structure(inputs)
 
         def fold(reused: list[Any], numbers: list[Any], index: Any, leaves: list[Any]) -> tuple[list[Any], list[Any], Any]:
             sums, inputs = _unflat(treedef, reused, numbers), whole.unflatten(leaves)
             split = self._call(constants.static, inputs).split
-            micro = self._microbatch(constants, inputs, sums.carry, index)
-            sums = window.fold_micro(sums, micro, split, split.num if constants.tail else index, self._options)
-            return *_flat(sums)[0], index + np.int32(1)
+            for _ in range(each):
+                micro = self._microbatch(constants, inputs, sums.carry, index)
+                sums = window.fold_micro(sums, micro, split, split.num if constants.tail else index, self._options)
+                index += np.int32(1)
+            return *_flat(sums)[0], index
 
         return jax.jit(fold, donate_argnums=0)
 
@@ -248,7 +252,7 @@ class TrainStep:
         like = jax.eval_shape(functools.partial(self._microbatch, constants), inputs, call.carry, np.int32(0))
         sums = window.close(sums._replace(buffer=buffer), call.split)
         state = put_together(dataclasses.replace(rest, buffer=sums.buffer), constants.static)
-        state, metrics = self._end_window(call, list(constants.mask), state, sums, like, alone=True)
+        state, metrics = self._end_window(call, list(constants.mask), state, sums, like, wait_for_all=True)
         return take_apart(state)[0], metrics
 
     def _whole_window(self, state: TrainState, args: Any, kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -263,10 +267,10 @@ class TrainStep:
             return self._microbatch(_Constants(static, tuple(mask), tail), inputs, carry, index)
 
         sums, like = window.fold_batch(call, state.buffer, differentiate)
-        return self._end_window(call, mask, state, sums, like, alone=False)
+        return self._end_window(call, mask, state, sums, like, wait_for_all=False)
 
     def _end_window(
-        self, call: Call, mask: list[bool], state: TrainState, sums: Window, like: Micro, *, alone: bool
+        self, call: Call, mask: list[bool], state: TrainState, sums: Window, like: Micro, *, wait_for_all: bool
     ) -> tuple[TrainState, Any]:
         options, optimizer = self._options, self._optimizer
         loss, aux = window.read_window(sums, like, call.split, options)
@@ -277,7 +281,9 @@ class TrainStep:
             return optimizer.update(grads, opt_state, params, **update.accepted(optimizer, offered))
 
         state = dataclasses.replace(state, buffer=sums.buffer)
-        state, metrics = update.update_state(optimizer, state, call_optimizer, may_be_empty=options.skip_nonfinite, alone=alone)
+        state, metrics = update.update_state(
+            optimizer, state, call_optimizer, may_be_empty=options.skip_nonfinite, wait_for_all=wait_for_all
+        )
         metrics = {"loss": loss, **metrics} | ({"aux": aux} if options.has_aux else {})
         return state, metrics | ({"carry": sums.carry} if options.carry_argnum is not None else {})
 
@@ -303,8 +309,11 @@ def _apart(sums: Window) -> tuple[GradBuffer, Window]:
     return sums.buffer, sums._replace(buffer=None)
 
 
-def _on_device(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+def _on_device(sharding: Any, leaf: Any) -> Any:
+    """An argument as an array, bound to the device of `sharding` if that is not None."""
+    if sharding is None:
+        return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    return leaf if getattr(leaf, "committed", False) else jax.device_put(leaf, sharding)
 
 
 def _without_buffer(state: TrainState) -> TrainState:
@@ -316,15 +325,6 @@ def kind_of(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), leaf.sharding
     return jnp.shape(leaf), trees.dtype_of(leaf), getattr(leaf, "weak_type", False), getattr(leaf, "sharding", None)
-
-
-def _sharding_that_binds(leaves: Iterable[Any]) -> Any:
-    """The sharding of the first array that was put on a device by name; None if there is none."""
-    return next((leaf.sharding for leaf in leaves if getattr(leaf, "committed", False)), None)
-
-
-def _bound(sharding: Any, leaf: Any) -> Any:
-    return leaf if getattr(leaf, "committed", False) else jax.device_put(leaf, sharding)
 
 
 def _platform(tree: PyTree) -> str | None:

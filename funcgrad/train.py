@@ -187,6 +187,6 @@ def micro_steps(
                 )
                 raise
 
-        return update_state(optimizer, state, call_optimizer, may_be_empty=True, alone=True)
+        return update_state(optimizer, state, call_optimizer, may_be_empty=True, wait_for_all=True)
 
     return Steps(JittedBackward(backward, donate=donate), JittedStep(update, donate=donate))

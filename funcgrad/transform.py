@@ -82,7 +82,8 @@ def value_and_grad(
       loop: `"scan"`; an integer, how many microbatches a loop body holds; `"unroll"`, which lets XLA compute them side by side;
         `"ordered"`, unrolled but in turn, with the memory of a scan; or `"auto"`: inside a trace a scan; but on CPU unrolled
         where the loss holds a convolution and there are at most 32 microbatches (a scan is 5 to 10 times slower there), and 2
-        microbatches in a loop body where one needs less than 16 MiB and the loss has no loop in it.
+        to 8 microbatches in a loop body where one needs less than 16 MiB, those beside it less than 32, and the loss has no
+        loop in it.
 
     Returns:
       A function that is called like `fun` and returns `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The

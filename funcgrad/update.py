@@ -1,6 +1,5 @@
 """The end of a window: one optimizer step with the mean of the buffer, which is then cleared."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ def update_state(
     call_optimizer: Callable[..., tuple[PyTree, PyTree]],
     *,
     may_be_empty: bool,
-    alone: bool,
+    wait_for_all: bool,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One optimizer step with the mean of `state.buffer`, which is then cleared.
 
@@ -31,7 +30,9 @@ def update_state(
       optimizer, state: as for the steps.
       call_optimizer: `(grads, opt_state, params) -> (updates, opt_state)`.
       may_be_empty: whether nothing may have been folded in; then nothing is updated.
-      alone: whether the program does nothing else, so that its memory is all that a window's end needs.
+      wait_for_all: whether no leaf of the buffer is cleared before all are read; then XLA keeps no copies. In a step of a whole
+        window, where there is memory that the microbatches needed before, it is not worth its time: 1.08 times a step of a
+        multilayer perceptron.
 
     Returns:
       `(state, metrics)`: `grad_norm`, `weight` and `skipped`, each `[]`.
@@ -55,8 +56,8 @@ def update_state(
     params, opt_state, step = carried
     weight = buffer.weight if buffer.compensation is None else buffer.weight + buffer.compensation[1]
     metrics = {"grad_norm": grad_norm, "weight": weight, "skipped": buffer.skipped}
-    sizes = jax.tree.map(lambda _: grad_norm, squares) if alone else squares
-    return TrainState(trees.combine(params, rest), opt_state, _clear(buffer, sizes), step), metrics
+    reads = jax.tree.map(lambda _: grad_norm, squares) if wait_for_all else squares
+    return TrainState(trees.combine(params, rest), opt_state, _clear(buffer, reads), step), metrics
 
 
 def accepted(optimizer: optax.GradientTransformation, offered: dict[str, Any]) -> dict[str, Any]:
@@ -70,28 +71,30 @@ def _sum_of_squares(leaf: jax.Array) -> jax.Array:
     return optax.tree.norm(leaf.astype(trees.at_least_float32(leaf.dtype)), squared=True)
 
 
-def _clear(buffer: GradBuffer, sizes: PyTree) -> GradBuffer:
-    """`zero_grad(buffer)`, in the memory of the sums, once they are read; `sizes` has for each leaf a norm, known then.
+def _clear(buffer: GradBuffer, reads: PyTree) -> GradBuffer:
+    """`zero_grad(buffer)`, in the memory of the sums, once they are read.
 
     A constant zero XLA writes whenever it likes, before the sums are read too, which then need a second copy of all
     gradients (measured with jax 0.10.2 on CPU: 30 MB of temporary memory, not 12, for 19 MB of parameters; an
     `optimization_barrier` changes nothing). So the zero is computed from a norm: that is never negative, and NaN is not
     either, but XLA has to read the sums to know. tests/test_memory_use.py guards it.
 
-    With the norm of all leaves, the first leaf waits for the last, and XLA keeps no copies. In a step of a whole window, where
-    there is memory that the microbatches needed before, each leaf has its own: waiting would take 1.08 times as long for a
-    multilayer perceptron.
+    Args:
+      buffer: what is cleared.
+      reads: for each gradient a number that is never negative, and known once the gradient is read.
     """
-    cleared = jax.tree.map(jnp.zeros_like, buffer)
 
-    def clear(size: jax.Array, leaf: jax.Array) -> jax.Array:
+    def clear(read: jax.Array, leaf: jax.Array) -> jax.Array:
         if not leaf.ndim:
             return jnp.zeros_like(leaf)  # costs no memory, and so no operation
         # Without shard_alike, the zeros of a sharded leaf would be whole on every device.
-        return shard_alike(leaf, jnp.zeros_like(leaf) + (size < 0).astype(leaf.dtype))[1]
+        return shard_alike(leaf, jnp.zeros_like(leaf) + (read < 0).astype(leaf.dtype))[1]
 
-    grads = jax.tree.map(clear, sizes, buffer.grads)
-    if buffer.compensation is None:
-        return dataclasses.replace(cleared, grads=grads)
-    low = jax.tree.map(clear, sizes, buffer.compensation[0])
-    return dataclasses.replace(cleared, grads=grads, compensation=(low, cleared.compensation[1]))
+    low = buffer.compensation
+    return GradBuffer(
+        grads=jax.tree.map(clear, reads, buffer.grads),
+        weight=jnp.zeros_like(buffer.weight),
+        count=jnp.zeros_like(buffer.count),
+        skipped=jnp.zeros_like(buffer.skipped),
+        compensation=None if low is None else (jax.tree.map(clear, reads, low[0]), jnp.zeros_like(low[1])),
+    )

@@ -1,6 +1,7 @@
 """How a training step goes: one program, or the program of one microbatch driven from the host."""
 
 import gc
+import itertools
 import re
 import weakref
 
@@ -36,13 +37,20 @@ class TestChoice:
         model = SIZES["convolutional"]()
         large = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((4096, *leaf.shape[1:]), leaf.dtype), model.batch)
         closed = jax.make_jaxpr(jax.grad(model.loss_fn))(model.params, large)
-        assert loops.prefers_host(closed, "cpu", 2)
+        assert loops.microbatches_a_call(closed, "cpu", 2) == 1
 
     def test_very_small_microbatches_stay_in_one_program(self):
         model = models.convolutional(rows=8)
         closed = jax.make_jaxpr(jax.grad(model.loss_fn))(model.params, model.batch)
         assert work.arithmetic(closed.jaxpr) < loops.MIN_WORK_OF_A_CALL
-        assert not loops.prefers_host(closed, "cpu", 64)
+        assert loops.microbatches_a_call(closed, "cpu", 64) == 0
+
+    @pytest.mark.parametrize(("rows", "num", "each"), [(2, 32, 2), (2, 33, 1), (8, 32, 1)])
+    def test_two_in_a_call_where_gradients_outweigh_activations(self, rows, num, each):
+        model = models.BENCHMARK["convolutional"]()
+        microbatch = jax.tree.map(lambda leaf: leaf[:rows], model.batch)
+        closed = jax.make_jaxpr(jax.value_and_grad(models.mean_loss(model.loss_fn)))(model.params, microbatch)
+        assert loops.microbatches_a_call(closed, "cpu", num) == each
 
     def test_more_microbatches_than_are_unrolled(self):
         model = models.convolutional(rows=64)
@@ -104,20 +112,52 @@ class TestHost:
         assert results[0][1]["aux"]["rows"] == 9
         assert relative_difference(*results) <= FLOAT32_TOLERANCE
 
+    def test_two_microbatches_in_a_call_change_nothing(self, monkeypatch):
+        def loss_fn(params, x, key, carry):
+            noise = jax.random.normal(key, x.shape)
+            loss = fg.WeightedLoss(jnp.sum(params["w"] * (x + noise) + carry), jnp.sum(x > 0))
+            return loss, (carry + jnp.where(jnp.isnan(x), 0, x).max(), {"noise": noise, "rows": len(x), "last": x[-1]})
+
+        monkeypatch.setattr(loops, "microbatches_a_call", lambda closed, platform, num: 2)
+        x = jnp.arange(12.0).at[4].set(jnp.nan)
+        reduced = {"noise": "stack", "rows": "sum", "last": "last"}
+        results = []
+        for loop, compensated in itertools.product(("auto", "scan"), (False, True)):
+            options = {"key_argnums": 2, "carry_argnum": 3, "has_aux": True, "aux": reduced}
+            step = fg.train_step(loss_fn, optax.sgd(0.1), microbatch_size=2, skip_nonfinite=True, loop=loop, **options)
+            state = fg.TrainState.create({"w": jnp.array(1.0)}, optax.sgd(0.1), compensated=compensated)
+            assert ("microbatch" in step.lower(state, x, jax.random.key(0), jnp.array(1.0)).programs) == (loop == "auto")
+            results.append(step(state, x, jax.random.key(0), jnp.array(1.0)))
+        assert results[0][1]["skipped"] == 1
+        assert relative_difference(results[0], results[2]) <= FLOAT32_TOLERANCE
+        assert relative_difference(results[1], results[3]) <= FLOAT32_TOLERANCE
+
     @pytest.mark.parametrize("where", ["params", "batch", "both", "neither"])
-    def test_arrays_put_on_a_device_by_name_compile_once(self, where, caplog):
-        model, device = models.mlp(), jax.devices()[0]
-        params = jax.device_put(model.params, device) if where in ("params", "both") else model.params
-        batch = jax.device_put(model.batch, device) if where in ("batch", "both") else model.batch
-        step = fg.train_step(model.loss_fn, OPTIMIZER, num_microbatches=4, loop="host")
-        state = fg.TrainState.create(params, OPTIMIZER)
+    @pytest.mark.parametrize("kind", ["device", "mesh of one"])
+    def test_arrays_put_on_a_device_by_name_compile_once(self, where, kind, caplog):
+        device = jax.devices()[0]
+        mesh = jax.sharding.Mesh(np.array([device]), ("data",))
+        target = device if kind == "device" else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+        def loss_fn(params, x, carry):
+            return jnp.mean((x @ params["w"] + params["b"] - carry) ** 2), (carry + jnp.mean(x), {})
+
+        params, batch = {"w": jnp.arange(3.0), "b": jnp.ones(1)}, np.sin(np.arange(24.0, dtype=np.float32)).reshape(8, 3)
+        params = jax.device_put(params, target) if where in ("params", "both") else params
+        batch = jax.device_put(batch, target) if where in ("batch", "both") else batch
+        options = {"num_microbatches": 4, "has_aux": True, "carry_argnum": 2, "loop": "host"}
+        step = fg.train_step(loss_fn, OPTIMIZER, **options)
+        state, carry = fg.TrainState.create(params, OPTIMIZER), np.float32(0)
         with jax.log_compiles():
-            for _ in range(3):
-                state, _ = step(state, batch)
+            state, metrics = step(state, batch, carry)
         compiled = [
             record.getMessage().split()[1] for record in caplog.records if record.getMessage().startswith("Compiling jit")
         ]
-        assert [compiled.count(f"jit({name})") for name in ("fold", "_finish_window")] == [1, 1]
+        if kind == "device":
+            assert [compiled.count(f"jit({name})") for name in ("fold", "_finish_window")] == [1, 1]
+        plain = fg.train_step(loss_fn, OPTIMIZER, **options | {"loop": "scan"})
+        want = plain(fg.TrainState.create({"w": jnp.arange(3.0), "b": jnp.ones(1)}, OPTIMIZER), np.asarray(batch), carry)
+        assert relative_difference((state.params, metrics), (want[0].params, want[1])) <= FLOAT32_TOLERANCE
 
     def test_what_is_wrong_is_found_before_anything_is_given_away(self):
         model = models.mlp()

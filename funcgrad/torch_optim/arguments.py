@@ -58,8 +58,16 @@ def check_learning_rate(learning_rate: Any, *, nan_passes: bool = False) -> None
 
 
 def check_betas(betas: Sequence[Any]) -> None:
-    """Check that each of two decay rates lies in [0, 1)."""
-    if not hasattr(betas, "__len__") or len(betas) != 2:
+    """Check that each of two decay rates lies in [0, 1).
+
+    Raises:
+      ValueError: one does not, or they are not two.
+    """
+    try:
+        number = len(betas)
+    except TypeError:
+        number = 1
+    if number != 2:
         raise ValueError(f"betas must be two numbers; got {betas!r}")
     for index in range(2):
         check(f"betas[{index}]", betas[index], lambda beta: 0.0 <= beta < 1.0, "at least 0 and less than 1")

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from funcgrad.torch_optim import arguments
@@ -132,9 +131,11 @@ def lbfgs(  # noqa: PLR0917 - PyTorch's order
     max_eval = max_iter * 5 // 4 if max_eval is None else max_eval
 
     def init(params: PyTree) -> Any:
-        vector, history = _flatten(_trained(params)), int(history_size)
-        if not vector.size:
+        leaves, history = _trained(params), int(history_size)
+        if not any(leaf is not None and jnp.size(leaf) for leaf in leaves):
             raise ValueError("lbfgs needs at least one floating number to train; got none")
+
+        vector = _flatten(leaves)
 
         def zeros(*shape: int) -> jax.Array:  # each its own, so that the state can be donated
             return jnp.zeros(shape, vector.dtype)
@@ -165,14 +166,16 @@ def lbfgs(  # noqa: PLR0917 - PyTorch's order
         rate = jnp.reshape(jnp.asarray(rate, x.dtype), ())
         options = _Options(rate, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn is not None)
         pairs = list(zip(leaves, grads, strict=True))
-        mask = np.concatenate([np.full(_size(leaf), grad is not None) for leaf, grad in pairs if leaf is not None])
+        present = [(_size(leaf), grad is not None) for leaf, grad in pairs if leaf is not None]
 
         def evaluate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             def loss_of(x: jax.Array) -> jax.Array:
                 return value_fn(treedef.unflatten(_unflatten(x, leaves, jax.tree.leaves(params))))
 
             loss, grad = jax.value_and_grad(loss_of)(x)
-            return loss.astype(x.dtype), jnp.where(mask, grad, 0)
+            if not all(there for _, there in present):
+                grad = jnp.where(jnp.concatenate([jnp.full(size, there) for size, there in present]), grad, 0)
+            return loss.astype(x.dtype), grad
 
         dense = [
             None if leaf is None else jnp.zeros_like(leaf) if grad is None else jnp.asarray(grad, jnp.result_type(leaf))
@@ -287,7 +290,7 @@ def _move(loop: _Loop, slope: jax.Array, evaluate: Callable[..., Any], options: 
 
 
 def _is_small(grad: jax.Array, options: _Options) -> jax.Array:
-    return jnp.max(jnp.abs(grad), initial=0) <= options.tolerance_grad
+    return jnp.max(jnp.abs(grad)) <= options.tolerance_grad
 
 
 def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -304,7 +307,7 @@ def _flatten(leaves: list[Any]) -> jax.Array:
     """The leaves that are not None in one real vector, `[size]`: a complex number is two real ones."""
     leaves = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
     pairs = [jnp.stack([leaf.real, leaf.imag], axis=-1) if jnp.iscomplexobj(leaf) else leaf for leaf in leaves]
-    return jnp.concatenate(list(map(jnp.ravel, pairs))) if pairs else jnp.zeros(0)
+    return jnp.concatenate(list(map(jnp.ravel, pairs)))
 
 
 def _size(leaf: Any) -> int:

@@ -79,10 +79,10 @@ def muon(  # noqa: PLR0917 - PyTorch's order
         rounded = leaf.rounded
         buffer = rounded(lerp(leaf.slots["momentum_buffer"], leaf.grad, 1 - momentum))
         direction = rounded(lerp(leaf.grad, buffer, momentum)) if nesterov else buffer
+        start = _normalized(direction, eps)
         if not nesterov and leaf.dtype == jnp.bfloat16:
-            # The iteration's first step, the division by the norm, is done in place there: PyTorch keeps its result.
-            buffer = _normalized(buffer, eps)
-        direction = orthogonal(direction, ns_coefficients, ns_steps, eps).astype(leaf.param.dtype)
+            buffer = start  # PyTorch normalizes it in place there
+        direction = _iterated(start, ns_coefficients, ns_steps).astype(leaf.param.dtype)
         rate = leaf.values["learning_rate"] * _ratio(adjust_lr_fn, *leaf.param.shape)
         return leaf.moved(-rate * direction), {"momentum_buffer": buffer}
 
@@ -111,10 +111,15 @@ def orthogonal(matrix: jax.Array, coefficients: Sequence[Any], steps: Any, eps: 
     Returns:
       `[rows, columns]`, bfloat16.
     """
+    return _iterated(_normalized(matrix, eps), coefficients, steps)
+
+
+def _iterated(start: jax.Array, coefficients: Sequence[Any], steps: Any) -> jax.Array:
+    """The iteration from a matrix of norm 1."""
     rounded = rounding_to(jnp.bfloat16)
     first, second, third = coefficients
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = _normalized(matrix.T if is_tall else matrix, eps).astype(jnp.bfloat16)
+    is_tall = start.shape[0] > start.shape[1]
+    x = (start.T if is_tall else start).astype(jnp.bfloat16)
 
     def iterate(_: Any, x: jax.Array) -> jax.Array:
         gram = rounded(_product(x, x.T))
@@ -130,9 +135,9 @@ def orthogonal(matrix: jax.Array, coefficients: Sequence[Any], steps: Any, eps: 
 
 
 def _normalized(matrix: jax.Array, eps: Any) -> jax.Array:
-    """The matrix over its norm, in numbers of bfloat16."""
+    """The matrix over its norm, float32 with numbers of bfloat16."""
     rounded = rounding_to(jnp.bfloat16)
-    x = rounded(matrix)
+    x = rounded(matrix.astype(jnp.float32))
     return rounded(x / jnp.maximum(rounded(jnp.sqrt(jnp.sum(x * x))), rounded(eps)))
 
 

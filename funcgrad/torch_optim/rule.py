@@ -64,10 +64,10 @@ class Leaf(NamedTuple):
             update = functools.reduce(operator.add, deltas)
             if keep is None:
                 return update
+            # A mask of infinities stays one: what decays of them is a finite number, neither infinity nor infinity times zero.
             info = jnp.finfo(self.param.dtype)
             largest, smallest = float(info.max), float(info.tiny)
             decay = jnp.asarray(keep, self.param.dtype) - 1
-            # An infinite parameter, a mask, stays one: infinity times zero would be NaN, and so would infinity less itself.
             decay = jnp.where(decay == 0, -smallest, decay)
             return update + jnp.clip(self.param * decay, -largest, largest)
         new = self.param if keep is None else rounded(self.param * keep)

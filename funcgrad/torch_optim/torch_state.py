@@ -163,18 +163,19 @@ def _slots(state: State, treedef: Any) -> dict[str, list[Any]]:
     Raises:
       ValueError: the state is of other parameters.
     """
-    sizes = {len(array) for array in (state.step, *state.numbers.values()) if array is not None}
-    try:
-        slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
-        fits = not any(isinstance(array, optax.MaskedNode) for arrays in slots.values() for array in arrays)
-    except ValueError:
-        slots, fits = {}, False
-    if not fits or sizes - {treedef.num_leaves}:
+    if any(isinstance(node, optax.MaskedNode) for node in jax.tree.leaves(state.slots, is_leaf=_is_masked)):
         raise ValueError(
-            f"the state is not of the {treedef.num_leaves} parameters in params, but of some of them. Under optax.masked and "
-            "optax.multi_transform, give the optimizer inside, its own state, and the parameters that it updates"
+            "the state is of some of the parameters only. Under optax.masked and optax.multi_transform, give the optimizer "
+            "inside, its own state, and the parameters that it updates"
         )
-    return slots
+    for array in (state.step, *state.numbers.values()):
+        if array is not None and len(array) != treedef.num_leaves:
+            raise ValueError(f"the state is of {len(array)} parameters, but params has {treedef.num_leaves}")
+    return {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def _count(count: int | None, entries: Mapping[int, Mapping[str, Any]]) -> int:

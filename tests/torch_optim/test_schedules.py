@@ -187,6 +187,22 @@ def test_refused_types():
         schedules.step_lr(0.1, 2)(1.0)
 
 
+def test_joined_schedules_made_while_a_computation_is_traced():
+    @jax.jit
+    def rate(base, count):
+        plain = schedules.sequential_lr(0.1, [schedules.linear_lr(0.1), schedules.step_lr(0.1, 3)], [4])
+        traced = schedules.chained_scheduler(base, [schedules.linear_lr(base), schedules.step_lr(base, 3)])
+        return plain(count), traced(count)
+
+    step = schedules.step_lr(0.1, 3)
+    assert rate(0.1, 5)[0] == schedules.sequential_lr(0.1, [schedules.linear_lr(0.1), step], [4])(5)
+    np.testing.assert_allclose(
+        rate(0.1, 5)[1], schedules.chained_scheduler(0.1, [schedules.linear_lr(0.1), step])(5), rtol=1e-6
+    )
+    mixed = schedules.chained_scheduler(0.1, [schedules.step_lr(jnp.float32(0.1), 3)])
+    assert mixed(0) == jnp.float32(0.1)
+
+
 def test_refused_in_joined_schedules():
     step = schedules.step_lr(0.1, 2)
     with pytest.raises(ValueError, match="sequential_lr needs at least one schedule; got none"):
