@@ -146,6 +146,8 @@ def _as(dtype: Any, number: Any) -> jax.Array:
 def _check(learning_rate: Any, beta2_decay: Any, eps: Sequence[Any], d: Any, weight_decay: Any) -> None:
     arguments.check_learning_rate(learning_rate)
     arguments.check("beta2_decay", beta2_decay, lambda decay: decay <= 0.0, "a number of at most 0")
+    if not isinstance(eps, Sequence) or len(eps) != 2:
+        raise ValueError(f"eps must be two numbers, the first of which may be None; got {eps!r}")
     if eps[0] is not None:
         arguments.check("eps[0]", eps[0], lambda number: number >= 0.0, "None, or a number of at least 0")
     arguments.check("eps[1]", eps[1], lambda number: number >= 0.0, "a number of at least 0")

@@ -13,7 +13,7 @@ def check(name: str, value: Any, holds: Callable[[Any], Any], expected: str) -> 
     """Check a hyperparameter; one whose value is not known while a computation is traced is passed over.
 
     Raises:
-      ValueError: `holds(value)` is false.
+      ValueError: `holds(value)` is false, or cannot be asked.
       TypeError: it is a function.
     """
     if callable(value):
@@ -23,7 +23,11 @@ def check(name: str, value: Any, holds: Callable[[Any], Any], expected: str) -> 
         )
     if any(isinstance(part, Tracer) for part in jax.tree.leaves(value)):
         return
-    if not holds(value):
+    try:
+        held = holds(value)
+    except TypeError:  # None, text, ...
+        held = False
+    if not held:
         raise ValueError(f"{name} must be {expected}; got {value!r}")
 
 

@@ -234,7 +234,8 @@ def _direction(grad: jax.Array, state: LBFGSState, options: _Options) -> LBFGSSt
         H_diag=jnp.where(is_first, 1, jnp.where(keeps, ys / _dot(y, y), state.H_diag)),
         prev_flat_grad=grad,
     )
-    first_length = jnp.minimum(1, 1 / jnp.sum(jnp.abs(grad))) * options.rate
+    inverse = 1 / jnp.sum(jnp.abs(grad))
+    first_length = jnp.where(inverse < 1, inverse, 1) * options.rate  # Python's min, which passes over NaN
     return state._replace(d=_times_inverse_hessian(-grad, state), t=jnp.where(is_first, first_length, options.rate))
 
 

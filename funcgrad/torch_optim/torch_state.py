@@ -14,6 +14,8 @@ PyTree = Any
 TorchState = dict[int, dict[str, np.ndarray]]
 # PyTorch makes these states with the optimizer, and not at a parameter's first step.
 BEGUN_AT_ONCE = {"sum"}
+# Adafactor's, which are not like the parameter.
+OTHER_SHAPES = {"row_var", "col_var"}
 
 
 def to_torch_state(opt_state: PyTree, params: PyTree) -> TorchState:
@@ -48,7 +50,7 @@ def to_torch_state(opt_state: PyTree, params: PyTree) -> TorchState:
     """
     state = _only_state(opt_state)
     leaves, treedef = jax.tree.flatten(params)
-    slots = _slots(state, treedef)
+    slots = _slots(state, leaves, treedef)
     steps = np.zeros(len(leaves), np.int32) if state.step is None else np.asarray(state.step)
     # PyTorch counts in its default dtype, and SGD and Muon do not count.
     counted = {} if set(slots) <= {"momentum_buffer"} else {"step": steps.astype(np.float32)}
@@ -102,18 +104,20 @@ def from_torch_state(
     begun = transformation.init(params)
     state = _only_state(begun)
     leaves, treedef = jax.tree.flatten(params)
-    slots = _slots(state, treedef)
+    slots = _slots(state, leaves, treedef)
     entries = _read_entries(state_dict, state, slots, len(leaves))
     numbers = {name: np.array(number) for name, number in state.numbers.items()}
     steps = np.zeros(len(leaves), np.int32)
     for index, entry in entries.items():
-        steps[index] = int(np.asarray(entry.get("step", 1)))
+        steps[index] = _whole(f"state_dict[{index}]['step']", entry.get("step", 1))
         for name, number in numbers.items():
             number[index] = np.asarray(entry[name])
         for name, arrays in slots.items():
             if arrays[index] is None:
                 continue
             array = np.asarray(entry[name])
+            if np.iscomplexobj(array) and not jnp.iscomplexobj(arrays[index]):
+                raise ValueError(f"state_dict[{index}][{name!r}] is complex, but parameter {index} is real")
             if array.shape != arrays[index].shape:
                 raise ValueError(
                     f"state_dict[{index}][{name!r}] must have the shape {arrays[index].shape} for parameter {index}; "
@@ -157,7 +161,7 @@ def _read_entries(
     return entries
 
 
-def _slots(state: State, treedef: Any) -> dict[str, list[Any]]:
+def _slots(state: State, leaves: list[Any], treedef: Any) -> dict[str, list[Any]]:
     """The arrays of each parameter.
 
     Raises:
@@ -171,7 +175,18 @@ def _slots(state: State, treedef: Any) -> dict[str, list[Any]]:
     for array in (state.step, *state.numbers.values()):
         if array is not None and len(array) != treedef.num_leaves:
             raise ValueError(f"the state is of {len(array)} parameters, but params has {treedef.num_leaves}")
-    return {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+    try:
+        slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+    except ValueError as error:
+        raise ValueError(f"the state is not of these parameters: {error}") from None
+    for name, arrays in slots.items():
+        for index, (array, leaf) in enumerate(zip(arrays, leaves, strict=True)):
+            if name not in OTHER_SHAPES and array is not None and array.shape != jnp.shape(leaf):
+                raise ValueError(
+                    f"the state is not of these parameters: its {name} of parameter {index} has the shape {array.shape}, the "
+                    f"parameter {jnp.shape(leaf)}"
+                )
+    return slots
 
 
 def _is_masked(node: Any) -> bool:
@@ -180,11 +195,18 @@ def _is_masked(node: Any) -> bool:
 
 def _count(count: int | None, entries: Mapping[int, Mapping[str, Any]]) -> int:
     if count is not None:
-        return count
-    steps = [int(np.asarray(entry["step"])) for entry in entries.values() if "step" in entry]
+        return _whole("count", count)
+    steps = [_whole("step", entry["step"]) for entry in entries.values() if "step" in entry]
     if not steps:
         raise ValueError("state_dict tells no step to ask the schedule with: give count=, the optimizer steps made")
     return max(steps)
+
+
+def _whole(name: str, value: Any) -> int:
+    number = np.asarray(value)
+    if number.size != 1 or not np.issubdtype(number.dtype, np.number) or number < 0 or number != np.floor(number):
+        raise ValueError(f"{name} must be a whole number of at least 0; got {value!r}")
+    return int(number.item())
 
 
 def _with_state(begun: PyTree, read: State, calls: Callable[[], jax.Array]) -> PyTree:

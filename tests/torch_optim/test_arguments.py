@@ -60,6 +60,11 @@ def test_more_than_one_learning_rate():
     for betas in (0.9, (0.9,), (0.9, 0.99, 0.999)):
         with pytest.raises(ValueError, match="betas must be two numbers; got"):
             torch_optim.nadam(betas=betas)
+    for options in ({"eps": None}, {"weight_decay": "a"}, {"betas": (None, None)}, {"betas": ("a", "b")}):
+        with pytest.raises(ValueError, match=r"must be .*; got "):
+            torch_optim.adamax(**options)
+    with pytest.raises(ValueError, match=r"eps must be two numbers, the first of which may be None; got 0\.9"):
+        torch_optim.adafactor(eps=0.9)
     params = jnp.ones(3)
     one = torch_optim.sgd(jnp.full(1, 0.5))
     assert one.update(params, one.init(params), params)[0].tolist() == [-0.5] * 3

@@ -1,5 +1,7 @@
 """L-BFGS against PyTorch's, which runs beside it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import lbfgs_twins as twins
@@ -174,6 +176,24 @@ def test_complex_parameters(x64):
         theirs.step(closure)
         params, state = step(params, state)
         assert twins.difference(params, {name: leaf.detach().numpy() for name, leaf in leaves.items()}) <= twins.TOLERANCE
+
+
+def test_a_nan_gradient_leaves_the_other_elements(x64):
+    start = np.array([np.nan, 1.0])
+    leaf = torch.tensor(start, requires_grad=True)
+    theirs = torch.optim.LBFGS([leaf], max_iter=1)
+
+    def closure():
+        theirs.zero_grad()
+        loss = (leaf**4).sum()
+        loss.backward()
+        return loss
+
+    theirs.step(closure)
+    ours, params, loss_of = lbfgs(max_iter=1), jnp.asarray(start), lambda x: jnp.sum(x**4)
+    value, grad = jax.value_and_grad(loss_of)(params)
+    updates, _ = jax.jit(functools.partial(ours.update, value_fn=loss_of))(grad, ours.init(params), params, value=value)
+    np.testing.assert_array_equal(params + updates, leaf.detach().numpy())
 
 
 def test_a_new_state_can_be_donated():

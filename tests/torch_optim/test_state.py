@@ -113,7 +113,7 @@ def test_a_run_crosses_the_border_both_ways():
 
         tensors = [torch.tensor(np.asarray(array[-1])).requires_grad_() for array in first]
         optimizer, _ = twins.in_torch(name, options, tensors)
-        entries = torch_optim.to_torch_state(state, first)
+        entries = torch_optim.to_torch_state(state, given.params)
         assert all(isinstance(array, np.ndarray) for entry in entries.values() for array in entry.values())
         as_tensors = {index: {key: torch.from_numpy(array) for key, array in entry.items()} for index, entry in entries.items()}
         optimizer.load_state_dict({"state": as_tensors, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -165,6 +165,17 @@ def test_states_that_do_not_fit():
             read(state_dict, params, optimizer)
     with pytest.raises(ValueError, match="the state is of 1 parameters, but params has 2"):
         torch_optim.to_torch_state(adam.init(params), {"w": jnp.ones(2), "b": jnp.ones(())})
+    with pytest.raises(ValueError, match="the state is not of these parameters: Dict key mismatch"):
+        torch_optim.to_torch_state(adam.init(params), {"v": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"its exp_avg of parameter 0 has the shape \(2,\), the parameter \(3,\)"):
+        torch_optim.to_torch_state(adam.init(params), {"w": jnp.ones(3)})
+    for step in (-5.0, 5.5, float("nan"), np.ones(2), "5"):
+        with pytest.raises(ValueError, match=r"state_dict\[0\]\['step'\] must be a whole number of at least 0; got"):
+            read({0: entry | {"step": step}}, params, adam)
+    with pytest.raises(ValueError, match=r"count must be a whole number of at least 0; got -3"):
+        read({0: entry}, params, torch_optim.adam(lambda count: 0.1), count=-3)
+    with pytest.raises(ValueError, match=r"state_dict\[0\]\['exp_avg'\] is complex, but parameter 0 is real"):
+        read({0: entry | {"exp_avg": np.ones(2) * 1j}}, params, adam)
     params = {"w": jnp.ones(2), "b": jnp.ones(2)}
     for inner in (adam, sgd):
         masked = optax.masked(inner, {"w": True, "b": False})
