@@ -294,8 +294,9 @@ def _same(zeros: tuple[Window, jax.Array]) -> tuple[Window, jax.Array]:
 
 def _flat(sums: Window) -> tuple[tuple[list[Any], list[Any]], tuple[Any, Any]]:
     """The leaves of a window in two: its arrays, whose memory is reused, and its numbers, which are not worth it."""
-    reused, numbers = sums._replace(loss=None, weight=None, low=None), (sums.loss, sums.weight, sums.low)
-    return (jax.tree.leaves(reused), jax.tree.leaves(numbers)), (jax.tree.structure(reused), jax.tree.structure(numbers))
+    reused, of_reused = jax.tree.flatten(sums._replace(loss=None, weight=None, low=None))
+    numbers, of_numbers = jax.tree.flatten((sums.loss, sums.weight, sums.low))
+    return (reused, numbers), (of_reused, of_numbers)
 
 
 def _unflat(treedefs: tuple[Any, Any], reused: list[Any], numbers: list[Any]) -> Window:

@@ -37,6 +37,11 @@ def assert_identical(got, want) -> None:
         assert left.tobytes() == right.tobytes()
 
 
+def compilations(caplog, name) -> int:
+    """How often a function of this name was compiled, in what was logged under `jax.log_compiles()`."""
+    return sum(record.getMessage().startswith(f"Compiling jit({name})") for record in caplog.records)
+
+
 def watch_losses(seen):
     """An optimizer that only notes the loss that a step offers it, and what it gives when asked again, as in a search."""
 

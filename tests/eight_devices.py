@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparison import FLOAT32_TOLERANCE, relative_difference
+from comparison import FLOAT32_TOLERANCE, compilations, relative_difference
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import funcgrad as fg
@@ -50,8 +50,7 @@ def test_sharded_parameters_keep_their_sharding_and_compile_once(mesh, caplog):
             state, _ = steps.update(state)
             for leaf in (state.params["w"], state.buffer.grads["w"], state.opt_state[0].mu["w"]):
                 assert leaf.sharding.spec == PartitionSpec("data")
-    compiled = [record.getMessage().split()[1] for record in caplog.records if record.getMessage().startswith("Compiling jit")]
-    assert [compiled.count(f"jit({name})") for name in ("step", "backward", "update")] == [1, 1, 1]
+    assert [compilations(caplog, name) for name in ("step", "backward", "update")] == [1, 1, 1]
 
 
 def test_strided_microbatches_of_a_sharded_batch_move_no_rows(mesh):

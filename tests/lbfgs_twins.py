@@ -67,22 +67,28 @@ SETS = {
 }
 
 
+def closure(optimizer, loss_of, leaves):
+    """What PyTorch's `step` asks for the loss and its gradients."""
+
+    def ask():
+        optimizer.zero_grad()
+        loss = loss_of(leaves)
+        loss.backward()
+        return loss
+
+    return ask
+
+
 def torch_steps(loss_of, params, steps, options):
     """The parameters after each step, and how often the loss was asked and how many iterations there were."""
     options = {{"learning_rate": "lr"}.get(name, name): value for name, value in options.items()}
     leaves = {name: torch.tensor(value, requires_grad=True) for name, value in params.items()}
     optimizer = torch.optim.LBFGS(list(leaves.values()), **options)
 
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(leaves)
-        loss.backward()
-        return loss
-
     results = []
     with one_thread():
         for _ in range(steps):
-            optimizer.step(closure)
+            optimizer.step(closure(optimizer, loss_of, leaves))
             results.append({name: leaf.detach().numpy().copy() for name, leaf in leaves.items()})
     state = optimizer.state[next(iter(leaves.values()))]
     return results, (state["func_evals"], state["n_iter"])

@@ -8,7 +8,7 @@ import models
 import numpy as np
 import optax
 import pytest
-from comparison import FLOAT32_TOLERANCE, assert_identical, relative_difference, watch_losses
+from comparison import FLOAT32_TOLERANCE, assert_identical, compilations, relative_difference, watch_losses
 from flax import nnx
 
 import funcgrad as fg
@@ -123,10 +123,6 @@ class TestAnyParams:
 
 def _arrays(tree):
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-
-
-def _compilations(caplog, name):
-    return sum(record.getMessage().startswith(f"Compiling jit({name})") for record in caplog.records)
 
 
 class DropoutModel(nnx.Module):
@@ -272,8 +268,8 @@ class TestTracesOnce:
                     state, _ = steps.backward(state, rows())
                 state, _ = steps.update(state)
         assert len(calls) == 1
-        assert _compilations(caplog, "backward") == 1
-        assert _compilations(caplog, "update") == 1
+        assert compilations(caplog, "backward") == 1
+        assert compilations(caplog, "update") == 1
 
     def test_a_committed_state_compiles_once(self, caplog):
         device = jax.devices()[0]
@@ -282,7 +278,7 @@ class TestTracesOnce:
         with jax.log_compiles():
             for _ in range(3):
                 state, _ = step(state, rows())
-        assert _compilations(caplog, "step") == 1
+        assert compilations(caplog, "step") == 1
 
 
 @pytest.mark.usefixtures("form")

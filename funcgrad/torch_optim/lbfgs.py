@@ -165,8 +165,8 @@ def lbfgs(  # noqa: PLR0917 - PyTorch's order
         rate = learning_rate(state.calls) if callable(learning_rate) else learning_rate
         rate = jnp.reshape(jnp.asarray(rate, x.dtype), ())
         options = _Options(rate, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn is not None)
-        pairs = list(zip(leaves, grads, strict=True))
-        present = [(_size(leaf), grad is not None) for leaf, grad in pairs if leaf is not None]
+        trained = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if leaf is not None]
+        present = [(_size(leaf), grad is not None) for leaf, grad in trained]
 
         def evaluate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             def loss_of(x: jax.Array) -> jax.Array:
@@ -177,10 +177,7 @@ def lbfgs(  # noqa: PLR0917 - PyTorch's order
                 grad = jnp.where(jnp.concatenate([jnp.full(size, there) for size, there in present]), grad, 0)
             return loss.astype(x.dtype), grad
 
-        dense = [
-            None if leaf is None else jnp.zeros_like(leaf) if grad is None else jnp.asarray(grad, jnp.result_type(leaf))
-            for leaf, grad in pairs
-        ]
+        dense = [jnp.zeros_like(leaf) if grad is None else jnp.asarray(grad, jnp.result_type(leaf)) for leaf, grad in trained]
         start = jnp.asarray(value, x.dtype), _flatten(dense).astype(x.dtype)
         new, state = _step(x, start, state, evaluate, options)
         changes = _unflatten(new - x, leaves, [nothing(leaf) for leaf in jax.tree.leaves(params)])

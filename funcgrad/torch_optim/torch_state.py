@@ -167,7 +167,7 @@ def _slots(state: State, leaves: list[Any], treedef: Any) -> dict[str, list[Any]
     Raises:
       ValueError: the state is of other parameters.
     """
-    if any(isinstance(node, optax.MaskedNode) for node in jax.tree.leaves(state.slots, is_leaf=_is_masked)):
+    if any(map(_is_masked, jax.tree.leaves(state.slots, is_leaf=_is_masked))):
         raise ValueError(
             "the state is of some of the parameters only. Under optax.masked and optax.multi_transform, give the optimizer "
             "inside, its own state, and the parameters that it updates"

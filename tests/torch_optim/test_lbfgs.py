@@ -66,12 +66,6 @@ def test_none_counts_as_zeros(x64):
     leaves = {name: torch.tensor(value, requires_grad=name != "bias") for name, value in params.items()}
     optimizer = torch.optim.LBFGS(list(leaves.values()), lr=0.3)
 
-    def closure():
-        optimizer.zero_grad()
-        loss = theirs(leaves)
-        loss.backward()
-        return loss
-
     twin, arrays = lbfgs(0.3), {**jax.tree.map(jnp.asarray, params), "count": jnp.array(3)}
     state = twin.init(arrays)
     assert state.d.shape == (28,)
@@ -84,7 +78,7 @@ def test_none_counts_as_zeros(x64):
         return optax.apply_updates(arrays, updates), state
 
     for _ in range(2):
-        optimizer.step(closure)
+        optimizer.step(twins.closure(optimizer, theirs, leaves))
         arrays, state = step(arrays, state)
         assert twins.difference(arrays, {name: leaf.detach().numpy() for name, leaf in leaves.items()}) <= twins.TOLERANCE
     np.testing.assert_array_equal(arrays["bias"], params["bias"])
@@ -97,14 +91,8 @@ def test_a_schedule_and_inject_hyperparams(x64):
     optimizer = torch.optim.LBFGS(list(leaves.values()), lr=0.4, max_iter=5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
-    def closure():
-        optimizer.zero_grad()
-        loss = theirs(leaves)
-        loss.backward()
-        return loss
-
     for _ in range(3):
-        optimizer.step(closure)
+        optimizer.step(twins.closure(optimizer, theirs, leaves))
         scheduler.step()
     for twin in (
         lbfgs(step_lr(0.4, 1, gamma=0.5), max_iter=5),
@@ -152,11 +140,8 @@ def test_complex_parameters(x64):
     leaves = {"a": torch.tensor(begin, requires_grad=True), "b": torch.tensor(0.5, dtype=torch.float64, requires_grad=True)}
     theirs = torch.optim.LBFGS(leaves.values(), line_search_fn="strong_wolfe", max_iter=6)
 
-    def closure():
-        theirs.zero_grad()
-        loss = ((torch.tensor(rows) @ leaves["a"] + leaves["b"] - torch.tensor(targets)).abs() ** 2).mean()
-        loss.backward()
-        return loss
+    def loss_of(leaves):
+        return ((torch.tensor(rows) @ leaves["a"] + leaves["b"] - torch.tensor(targets)).abs() ** 2).mean()
 
     def loss_fn(params):
         return jnp.mean(jnp.abs(rows @ params["a"] + params["b"] - targets) ** 2)
@@ -173,7 +158,7 @@ def test_complex_parameters(x64):
     params = {"a": jnp.asarray(begin), "b": jnp.asarray(0.5)}
     state = ours.init(params)
     for _ in range(2):
-        theirs.step(closure)
+        theirs.step(twins.closure(theirs, loss_of, leaves))
         params, state = step(params, state)
         assert twins.difference(params, {name: leaf.detach().numpy() for name, leaf in leaves.items()}) <= twins.TOLERANCE
 
@@ -183,13 +168,7 @@ def test_a_nan_gradient_leaves_the_other_elements(x64):
     leaf = torch.tensor(start, requires_grad=True)
     theirs = torch.optim.LBFGS([leaf], max_iter=1)
 
-    def closure():
-        theirs.zero_grad()
-        loss = (leaf**4).sum()
-        loss.backward()
-        return loss
-
-    theirs.step(closure)
+    theirs.step(twins.closure(theirs, lambda leaf: (leaf**4).sum(), leaf))
     ours, params, loss_of = lbfgs(max_iter=1), jnp.asarray(start), lambda x: jnp.sum(x**4)
     value, grad = jax.value_and_grad(loss_of)(params)
     updates, _ = jax.jit(functools.partial(ours.update, value_fn=loss_of))(grad, ours.init(params), params, value=value)
